@@ -28,7 +28,7 @@ def connect(*runs: str, store: str = "") -> duckdb.DuckDBPyConnection:
     check_packages()
     from areal_tasks.store.backend import open_store  # here: the `arealflow` command imports this module too
     from areal_tasks.store.query import Session
-    from areal_tasks.store.runs import list_runs
+    from areal_tasks.store.run_list import list_runs
 
     place = open_store(store)
     every = [] if runs else list_runs(place)

@@ -29,7 +29,8 @@ from areal_tasks.engines.trainer.optimizer import learning_rate
 from schemas.manifest import PROMPT_ORDER
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
-from schemas.recipe.sections import ScratchModel, Trainer
+from schemas.recipe.sections import ScratchModel
+from schemas.recipe.training import Trainer
 
 Rows = Sequence[tuple[str, str]]
 

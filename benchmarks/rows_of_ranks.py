@@ -24,7 +24,8 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.shards import read_table, write_table
 from benchmarks.bare_loop import machine
 from benchmarks.scale_rows import iteration_tables
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Model
+from schemas.recipe.training import Trainer
 
 TABLES = ("rollout", "advantage")
 SETTINGS = Settings(

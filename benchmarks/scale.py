@@ -38,7 +38,7 @@ from areal_tasks.store.runs import Run, load_run
 from benchmarks.scale_rows import flat_rows
 from benchmarks.scale_run import bytes_below, write_naive, write_run
 from benchmarks.store import machine
-from schemas.views import VIEWS, judged
+from schemas.views import VIEWS, reward_or_null
 
 NAME = "scale"
 RESULTS = Path(__file__).parent / "results" / "scale-2cpu.txt"
@@ -114,7 +114,7 @@ def naive(folder: Path) -> duckdb.DuckDBPyConnection:
     """The naive layout under the names that the questions use."""
     connection = duckdb.connect()
     connection.execute(f"CREATE VIEW scalars AS SELECT * FROM read_parquet('{folder}/*.parquet')")
-    connection.execute(f"CREATE VIEW samples AS SELECT * REPLACE ({judged('scalars')}) FROM scalars")
+    connection.execute(f"CREATE VIEW samples AS SELECT * REPLACE ({reward_or_null('scalars')}) FROM scalars")
     connection.execute(next(view for view in VIEWS if view.name == "groups").define({"scalars"}))
     return connection
 

@@ -35,7 +35,8 @@ from areal_tasks.engines.trainer.rows import Batch
 from areal_tasks.engines.trainer.settings import Settings
 from benchmarks.gpu.results import machine
 from benchmarks.gpu.shapes import SHAPES, Shape, mfu, random_model
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Model
+from schemas.recipe.training import Trainer
 
 #: Tokens of a pass and of a chunk of logits that fit an H200 (139 GiB), without recompute; with it at 7B.
 SIZES: Final = {

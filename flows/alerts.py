@@ -29,7 +29,7 @@ class Alert:
     threshold: float
 
 
-class Watch:
+class AlertMonitor:
     """Called with each iteration's metrics, returns the warnings that the previous iteration did not raise.
 
     `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward covers this start of the flow only, not
@@ -39,7 +39,7 @@ class Watch:
     def __init__(self, settings: Alerts) -> None:
         self.settings = settings
         self.last: deque[float] = deque()
-        self.earlier = Earlier(settings.window)
+        self.earlier = RewardBaseline(settings.window)
         self.active: set[str] = set()
 
     def __call__(self, metrics: Metrics, eta: int = 0) -> list[Alert]:
@@ -56,7 +56,7 @@ class Watch:
             self._remember(verify["reward"])
         if (collapse := reward_collapse(self.earlier, list(self.last), self.settings)) is not None:
             yield collapse
-        yield from beyond(metrics, eta, self.settings)
+        yield from threshold_alerts(metrics, eta, self.settings)
 
     def _remember(self, reward: float) -> None:
         self.last.append(reward)
@@ -64,7 +64,7 @@ class Watch:
             self.earlier.add(self.last.popleft())
 
 
-class Earlier:
+class RewardBaseline:
     """The rewards before the last window: their best mean over a window, and their standard deviation.
 
     The deviation is estimated from differences of successive iterations, so that a trend does not count as noise.
@@ -76,6 +76,7 @@ class Earlier:
         self.steps: list[float] = [0.0, 0.0]  # sum and number of the absolute differences
 
     def add(self, reward: float) -> None:
+        """Add the mean reward of the next iteration."""
         if self.window:
             self.steps = [self.steps[0] + abs(reward - self.window[-1]), self.steps[1] + 1]
         self.window.append(reward)
@@ -89,7 +90,7 @@ class Earlier:
         return DEVIATION_OF_JUMP * total / max(count, 1)
 
 
-def reward_collapse(earlier: Earlier, last: list[float], settings: Alerts) -> Alert | None:
+def reward_collapse(earlier: RewardBaseline, last: list[float], settings: Alerts) -> Alert | None:
     """The mean of the last window is far below the best of an earlier one, by more than noise."""
     best = earlier.best
     if not settings.reward_drop or not math.isfinite(best):
@@ -106,7 +107,7 @@ def all_unjudged(verify: Mapping[str, float]) -> bool:
     return verify.get("timeout", 0.0) + verify.get("error", 0.0) >= 1.0
 
 
-def beyond(metrics: Metrics, eta: int, settings: Alerts) -> Iterator[Alert]:
+def threshold_alerts(metrics: Metrics, eta: int, settings: Alerts) -> Iterator[Alert]:
     """The measured values that are beyond their threshold, or NaN. What was not measured is as it should be.
 
     Servers and trainer are compared by `train`, or by `publish` where samples are too old for that.

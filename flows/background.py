@@ -1,7 +1,7 @@
 """Work that is repeated in a thread during a run: copies of its services' logs, and samples of what they do.
 
-The store gets logs while they grow, so that a crash loses their last minute only, and samples each minute or more
-rarely, or at once while a user watches.
+Logs are copied into the store while they grow, so that a crash loses their last minute only. Samples are stored every
+minute or less often; immediately while a user watches.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HURRIED_SECONDS: Final = 2.0  # the same when the run is cancelled, or the store
 #: Between two samples: at least, and per service, so that there are at most ten rows a second.
 SAMPLE_SECONDS: Final = 5.0
 SERVICE_SECONDS: Final = 0.1
-#: Between two files: at first and at most. They are as far apart as a share of the time since the start, so that a
-#: long run has few.
+#: Interval between two files of samples: at first and at most. It grows with SHARE of the time since the start, so that
+#: a long run has few files.
 FIRST_SECONDS: Final = 60.0
 LONGEST_SECONDS: Final = 600.0
 SHARE: Final = 0.05
@@ -34,7 +34,7 @@ SHARE: Final = 0.05
 WATCHED_SECONDS: Final = 60.0
 
 
-class Background:
+class RepeatedWork:
     """Calls `repeat` every `seconds` in a thread of its own, and `end` after that. Use as a context.
 
     No error there ends a run: the first of several in a row is logged with what it delays (`what`), and then the work
@@ -83,7 +83,7 @@ class Background:
                 self._failing = False
 
 
-class ServiceLogs(Background):
+class ServiceLogs(RepeatedWork):
     """Use as a context around the services of one start of the flow. `folder`: where the logs of all runs are."""
 
     seconds: ClassVar = 60.0
@@ -108,7 +108,7 @@ class ServiceLogs(Background):
         return {name: file for name, file in local_logs(self.folder).items() if name.owner == self.run.owner}
 
 
-class System(Background):
+class ServiceSamples(RepeatedWork):
     """Use as a context inside that of the engines."""
 
     seconds: ClassVar = 0.25
@@ -122,7 +122,7 @@ class System(Background):
         self._watched = self._began - WATCHED_SECONDS
 
     def repeat(self) -> None:
-        """Look at the services; sample them and store the samples when that is due."""
+        """Poll the services; sample them, and store the samples, if that is due."""
         self.sampler.look()
         now = time.monotonic()
         if now - self._sampled < max(SAMPLE_SECONDS, SERVICE_SECONDS * len(self.sampler.services)):

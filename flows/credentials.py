@@ -28,21 +28,21 @@ PLACES: Final[Mapping[str, Callable[[], str]]] = {
     "AWS_REGION": s3_region,
 }
 #: How long requests to a Prefect server that does not answer are retried.
-AWAY_SECONDS = 60.0
+RETRY_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
 
 
-def take_s3_keys(store_url: str) -> bool:
+def load_s3_keys(store_url: str) -> bool:
     """If the store is on S3 and the environment has no keys, set those that Prefect keeps. Returns whether it did.
 
     Raises:
         UserError: Prefect's block is not a pair of keys, or its server has not answered for a minute.
         httpx.HTTPStatusError: the Prefect server refuses.
     """
-    if not on_s3(store_url) or in_environment():
+    if not on_s3(store_url) or set_key_variables():
         return False
     kept = _kept_patiently()
-    use(kept)
+    set_keys(kept)
     return bool(kept)
 
 
@@ -51,18 +51,18 @@ def on_s3(store_url: str) -> bool:
     return (store_url or default_url()).startswith("s3://")
 
 
-def in_environment() -> list[str]:
+def set_key_variables() -> list[str]:
     """Which of the variables NEEDED are set."""
     return [name for name in NEEDED if os.environ.get(name)]
 
 
-def of_environment() -> dict[str, str]:
+def keys_in_environment() -> dict[str, str]:
     """The keys of this environment, with the endpoint and the region that a store on S3 would use."""
     values = {name: os.environ.get(name, "") for name in SECRETS} | {name: read() for name, read in PLACES.items()}
     return {name: value for name, value in values.items() if value}
 
 
-def use(kept: Mapping[str, str]) -> None:
+def set_keys(kept: Mapping[str, str]) -> None:
     """Put kept keys into the environment in place of all others; endpoint and region set there take precedence."""
     if not kept:
         return
@@ -71,7 +71,7 @@ def use(kept: Mapping[str, str]) -> None:
     os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})
 
 
-def kept_by_prefect() -> dict[str, str]:
+def read_prefect_keys() -> dict[str, str]:
     """The keys that the Prefect server keeps, with endpoint and region if it has them; empty if it has no keys.
 
     Raises:
@@ -94,9 +94,9 @@ def _kept_patiently() -> dict[str, str]:
     began, pause = time.monotonic(), 1.0
     while True:
         try:
-            return kept_by_prefect()
+            return read_prefect_keys()
         except httpx.TransportError as error:
-            if time.monotonic() - began >= AWAY_SECONDS:
+            if time.monotonic() - began >= RETRY_SECONDS:
                 raise UserError(
                     f"The Prefect server does not answer ({error or type(error).__name__}), and this environment has "
                     f"no {NEEDED[0]}: check that it runs, or export S3 keys before `arealflow up`, then retry this run."

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.execute import execute, prepared
+from flows.execute import execute, prepare
 from schemas.recipe.recipe import EvaluateRecipe
 
 
@@ -19,4 +19,4 @@ def evaluate(recipe: EvaluateRecipe, run: str = "", overrides: str = "") -> dict
         run: Name of the run that holds the result. Empty: recipe name and flow run name.
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `model.path=run://NAME`.
     """
-    return execute(*prepared(recipe, run, overrides))
+    return execute(*prepare(recipe, run, overrides))

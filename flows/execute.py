@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,20 +25,21 @@ from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.fork import Origin, read_fork
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.runs import Run, open_run
-from flows.background import ServiceLogs, System
-from flows.credentials import take_s3_keys
+from flows.background import ServiceLogs, ServiceSamples
+from flows.credentials import load_s3_keys
 from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
-from flows.patience import Patience, patiently
 from flows.pauses import Pauses
-from flows.startup import Startup, flow_begins, mark
+from flows.restarts import RestartBudget, with_restarts
+from flows.startup import Startup, mark, start_timing
 from flows.tasks import StageTasks
 from flows.waits import Waits
 from schemas.errors import UserError
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import BaseRecipe, Recipe
+from schemas.recipe.recorded import overrides_text
 
 R = TypeVar("R", bound=BaseRecipe)
 
@@ -49,7 +49,7 @@ ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "s
 ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 
 
-def prepared(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str, Origin | None]:
+def prepare(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str, Origin | None]:
     """What `execute` takes: the recipe with its overrides, the name of the run, and for a new fork its origin.
 
     The name is `run`, or `<recipe>-<flow run name>`, so that a retried flow run resumes its own run. UserError if the
@@ -57,7 +57,7 @@ def prepared(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, st
     """
     begin_flow()
     recipe = with_overrides(recipe, overrides)
-    take_s3_keys(recipe.store.url)
+    load_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]
     check_code(recipe)  # type: ignore[arg-type]
     flow_name = flow_run.get_name()
@@ -67,9 +67,9 @@ def prepared(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, st
 
 def begin_flow() -> None:
     """Time the flow, hide tracebacks of user errors, and allow imports from the current folder."""
-    flow_begins(nested=flow_run.get_parent_flow_run_id() is not None)
+    start_timing(nested=flow_run.get_parent_flow_run_id() is not None)
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(logger).addFilter(without_traceback)
+        logging.getLogger(logger).addFilter(drop_traceback)
     add_import_folder(Path.cwd())
 
 
@@ -98,7 +98,7 @@ def execute(
 
     `origin` and `segments` are those of `open_run`.
     """
-    return patiently(lambda patience: _start(recipe, name, origin, segments, patience))
+    return with_restarts(lambda budget: _start(recipe, name, origin, segments, budget))
 
 
 def _start(
@@ -106,7 +106,7 @@ def _start(
     name: str,
     origin: Origin | None,
     segments: Sequence[tuple[int, Recipe]],
-    patience: Patience,
+    budget: RestartBudget,
 ) -> dict[str, Any]:
     """One start of the run: from its last commit to its last iteration."""
     startup, flow_run_id = Startup(), flow_run.get_id() or ""
@@ -125,62 +125,58 @@ def _start(
     if origin is not None:
         log.info("run %s is %s", name, origin)
     if kept := checked.kept:
-        log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, settings(kept))
+        log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, overrides_text(kept))
     if changed := checked.stored.changed:
-        log.info("run %s keeps what `arealflow set` has changed: %s", name, settings(changed))
+        log.info("run %s keeps what `arealflow set` has changed: %s", name, overrides_text(changed))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
-    patience.progressed()
+    budget.progressed()
 
     def closed(iteration: IterationResult) -> None:
-        patience.progressed()
+        budget.progressed()
         services.supervisor.progressed()
         observe(iteration)
         startup(run, iteration, list(services.supervisor.services), flow_run_id)
 
-    # `logged` is entered last so that it exits first: the worker kills a flow run 7 s after asking it to end.
+    # `log_start_and_end` comes last, so that it exits first: the worker kills a flow run 7 s after asking it to end.
     with (
         Observer(run, recipe) as observe,
         Waits(run, services.watchdog, observe.artifacts, log),
         ServiceLogs(run, logs_folder(), log),
         Pauses(log, services.watchdog) as pauses,
         services as engines,
-        System(engines, log),
-        logged(run, flow_run_id),
+        ServiceSamples(engines, log),
+        log_start_and_end(run, flow_run_id),
     ):
-        loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.hold), closed, PrefectIds(flow_run_id))
+        loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.wait_while_paused), closed, PrefectIds(flow_run_id))
         pauses.on_stopping = loop.hold
         loop()
     return {"run": name, "store": store.url, "iterations": run.committed}
 
 
-def settings(values: Mapping[str, Any]) -> str:
-    """Fields and values in the form of overrides: `algorithm.minibatches=2, …`."""
-    return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
-
-
 @contextmanager
-def logged(run: Run, flow_run_id: str) -> Iterator[None]:
+def log_start_and_end(run: Run, flow_run_id: str) -> Iterator[None]:
     """Write to the run's log how this start of the flow begins and, unless it is killed, how it ends."""
-    note = partial(append, run.store, run.name, prefect_flow_run_id=flow_run_id)
-    note("started" if run.owner == 1 else "resumed", standing(run))
+    note = partial(append_log, run.store, run.name, prefect_flow_run_id=flow_run_id)
+    note("started" if run.owner == 1 else "resumed", run_state(run))
     if (newest := run.segments[-1]).n and newest.provenance.owner == run.owner:
         note("extended", {"owner": run.owner, "segment": newest.n, "from_iteration": newest.from_iteration})
     try:
         yield
     except BaseException as error:
-        ended = "failed" if isinstance(error, Exception) else ended_as(error, flow_run_id)  # not Exception: a signal
+        by_signal = not isinstance(error, Exception)
+        ended = ending_action(error, flow_run_id) if by_signal else "failed"
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         if isinstance(error, KeyboardInterrupt):  # Ctrl-C; the worker sends SIGTERM
             get_run_logger().info("run %s is interrupted: start it again with run=%s to resume it", *[run.name] * 2)
         try:
-            note(ended, standing(run) | {"reason": reason})
+            note(ended, run_state(run) | {"reason": reason})
         except StoreError as unwritten:  # `error` matters more: it is raised below
             get_run_logger().warning("the run's log could not be written: %s", unwritten)
         raise
-    note("finished", standing(run))
+    note("finished", run_state(run))
 
 
-def ended_as(error: BaseException, flow_run_id: str) -> str:
+def ending_action(error: BaseException, flow_run_id: str) -> str:
     """`suspended`, `cancelled`, or `interrupted` (a signal for any other or an unknown reason)."""
     if isinstance(error, Pause):
         return "suspended"
@@ -201,13 +197,13 @@ def state_type(flow_run_id: str) -> str:
     return state.value if state else ""
 
 
-def standing(run: Run) -> dict[str, int | str]:
+def run_state(run: Run) -> dict[str, int | str]:
     """State of a run: its owner, the number of committed iterations, and the digest of the last commit."""
     committed = run.committed
     return {"owner": run.owner, "iterations": committed, "head": run.digest_before(committed)}
 
 
-def without_traceback(record: logging.LogRecord) -> bool:
+def drop_traceback(record: logging.LogRecord) -> bool:
     """A logging filter that passes every record, those of a `UserError` without traceback: the code is not at fault."""
     if record.exc_info and isinstance(record.exc_info[1], UserError):
         record.exc_info = None

@@ -21,7 +21,7 @@ from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from flows.alerts import Watch
+from flows.alerts import AlertMonitor
 from flows.artifacts import Artifacts
 from flows.background import CLOSE_SECONDS, HURRIED_SECONDS
 from flows.events import Events, metrics_of
@@ -56,9 +56,9 @@ class Observer:
         self.once = {stage.name for stage in iteration_plan(recipe, 0).stages if stage.once}
         self.progress: UUID | None = None
         self.events = Events(run)
-        self.watch: Watch | None = None
+        self.watch: AlertMonitor | None = None
         if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual:
-            self.watch = Watch(recipe.alerts)
+            self.watch = AlertMonitor(recipe.alerts)
         self.artifacts = Artifacts(self.log)
         self.handler = _Relay(self.log)
         self.level = LIBRARY.level
@@ -162,6 +162,7 @@ class _Relay(logging.Handler):
         self.context = copy_context()  # Prefect's settings, which background threads lack
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Log the record with Prefect's settings, in any thread. Raises nothing."""
         try:
             log = partial(self.target.log, exc_info=record.exc_info)
             self.context.copy().run(log, record.levelno, record.getMessage())

@@ -32,7 +32,7 @@ _AWAY: Final = (httpx.HTTPError, ObjectNotFound, RuntimeError)
 
 
 class Pauses:
-    """Use as a context around the loop, and call `hold` before each stage.
+    """Use as a context around the loop, and call `wait_while_paused` before each stage.
 
     `on_stopping` is called in the polling thread: True if no groups may begin ahead of the running stage.
     """
@@ -42,7 +42,7 @@ class Pauses:
         self.watchdog = watchdog
         self.on_stopping: Callable[[bool], object] = lambda stops: None
         self.flow_run = flow_run.get_id() if PREFECT_API_URL.value() else None
-        self._held, self._stopping = False, False
+        self._paused, self._stopping = False, False
         self._over = threading.Event()
 
     def __enter__(self) -> Pauses:
@@ -53,11 +53,11 @@ class Pauses:
     def __exit__(self, *error: object) -> None:
         self._over.set()
 
-    def hold(self) -> None:
+    def wait_while_paused(self) -> None:
         """Wait while the flow run is paused."""
-        if self._held:
+        if self._paused:
             with self.watchdog.waiting("to be resumed", _person, limit="the pause's own timeout"):
-                while self._held:
+                while self._paused:
                     time.sleep(RESUME_SECONDS)
 
     def _watch(self) -> None:
@@ -69,14 +69,14 @@ class Pauses:
 
     def _poll(self, client: SyncPrefectClient) -> None:
         state = client.read_flow_run(UUID(self.flow_run)).state
-        held, stops = is_held(state), is_stopping(state)
+        paused, stops = waits_for_resume(state), is_stopping(state)
         if stops != self._stopping:
             self.on_stopping(stops)
-        if held and not self._held:
+        if paused and not self._paused:
             self.log.info("paused: no stage begins until this flow run is resumed; its services keep running")
-        elif self._held and not held:
+        elif self._paused and not paused:
             self.log.info("the flow run is resumed")
-        self._held, self._stopping = held, stops
+        self._paused, self._stopping = paused, stops
 
 
 def _person() -> dict[str, Heartbeat]:
@@ -88,6 +88,6 @@ def is_stopping(state: State[Any] | None) -> bool:
     return state is not None and (state.is_paused() or state.is_cancelling())
 
 
-def is_held(state: State[Any] | None) -> bool:
+def waits_for_resume(state: State[Any] | None) -> bool:
     """Whether this state is a pause, not a suspension, which ends the process instead."""
     return state is not None and state.is_paused() and state.name != "Suspended"

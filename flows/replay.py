@@ -15,7 +15,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart
 from areal_tasks.store.history.diff_curves import Section, compare_replay
 from areal_tasks.store.runs import load_run
-from flows.credentials import take_s3_keys
+from flows.credentials import load_s3_keys
 from flows.execute import begin_flow, execute, split_overrides
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
@@ -45,15 +45,15 @@ def replay(
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
     begin_flow()
-    take_s3_keys(store)
-    there, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
+    load_s3_keys(store)
+    loaded, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
     origin = Origin(original, at, "replay", not on_policy, start, until)
-    segments = replay_segments(there, origin, name, split_overrides(overrides))
+    segments = replay_segments(loaded, origin, name, split_overrides(overrides))
     recipe = segments[-1][1]
     check_engines(recipe)
     check_code(recipe)
     result = execute(recipe, name, origin, segments)
-    comparison = compare_replay(there.store, name)
+    comparison = compare_replay(loaded.store, name)
     show(name, origin, comparison)
     return result | {"comparison": [asdict(section) for section in comparison]}
 

@@ -8,10 +8,10 @@ from prefect import flow
 
 from areal_tasks.stages.preflight import check_inputs
 from areal_tasks.store.fork import Origin
-from flows.execute import execute, prepared
-from flows.patience import patiently
+from flows.execute import execute, prepare
+from flows.restarts import with_restarts
 from flows.sft import sft
-from schemas.recipe.load import first_name, warm_start
+from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import RlhfRecipe
 
 
@@ -25,7 +25,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `schedule.iterations=50`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
-    recipe, name, origin = prepared(recipe, run, overrides, fork)
+    recipe, name, origin = prepare(recipe, run, overrides, fork)
     if recipe.model.warm_start:
         recipe = warm_started(recipe, name, origin)
     return execute(recipe, name, origin)
@@ -37,7 +37,7 @@ def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) ->
     A fork has its parent's initial weights: its recipe is returned unchanged.
     """
     first, warm = warm_start(recipe, name)
-    if patiently(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
+    if with_restarts(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
         return recipe
-    sft(first, run=first_name(name))
+    sft(first, run=sft_run_name(name))
     return warm

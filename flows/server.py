@@ -84,6 +84,7 @@ class TemporaryServer:
 
 
 def main() -> None:
+    """Serve Prefect's API on the inherited socket `argv[1]` until the parent process ends."""
     watch_lifeline()
     listener = socket.socket(fileno=int(sys.argv[1]))
     with importing():

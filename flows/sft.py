@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.execute import execute, prepared
+from flows.execute import execute, prepare
 from schemas.recipe.recipe import SftRecipe
 
 
@@ -20,4 +20,4 @@ def sft(recipe: SftRecipe, run: str = "", overrides: str = "", fork: str = "") -
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `trainer.lr=1e-5`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
-    return execute(*prepared(recipe, run, overrides, fork))
+    return execute(*prepare(recipe, run, overrides, fork))

@@ -19,7 +19,7 @@ from prefect import get_run_logger
 from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.paths import service
 from areal_tasks.store.runs import Run
 from schemas.manifest import ServiceRecord, StageManifest
@@ -38,7 +38,7 @@ def mark(what: str) -> None:
     _marks.append((what, time.time()))
 
 
-def flow_begins(nested: bool) -> None:
+def start_timing(nested: bool) -> None:
     """A flow begins, `nested` in another or not. The first is timed from the process's start, later ones from now."""
     if _flows and not nested:
         _marks.clear()
@@ -51,7 +51,7 @@ class Startup:
 
     def __init__(self) -> None:
         mark("checks")
-        self.began, self.before = _marks[0][1], between(_marks)
+        self.began, self.before = _marks[0][1], step_seconds(_marks)
         self.reported = False
         _marks.clear()
 
@@ -66,12 +66,12 @@ class Startup:
         details = {name: round(seconds, 3) for name, seconds in found.items()}
         get_run_logger().info("%s", describe(details))
         try:
-            append(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
+            append_log(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
         except StoreError as error:  # a missing log record must not fail the run
             get_run_logger().warning("the run's log could not be written: %s", error)
 
 
-def between(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
+def step_seconds(marks: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Seconds per step after the first mark; steps of equal name are summed."""
     found: dict[str, float] = {}
     for (_, before), (what, until) in pairwise(marks):

@@ -35,7 +35,7 @@ SHARES = (
     *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
     *("ratio_outside", "stale_kv", "effective_sample_size", "behaviour_clipped"),
 )
-SILENT_AT_0 = (
+HIDDEN_AT_0 = (
     *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped"),
     *("prompts_dropped", "eval_prompts_dropped", "stale_kv", "behaviour_clipped"),
 )
@@ -113,7 +113,7 @@ def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
     return ", ".join(
         f"{name} {value:.1%}" if name in SHARES else f"{name} {value:.4g}"
         for name, value in named
-        if value or name not in SILENT_AT_0
+        if value or name not in HIDDEN_AT_0
     )
 
 

@@ -11,9 +11,9 @@ from uuid import UUID
 from areal_tasks.engines.watchdog import Waited, Watchdog
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.runs import Run
-from areal_tasks.store.waits import tell_waits, waits_record
+from areal_tasks.store.waits import waits_record, write_waits
 from flows.artifacts import Artifacts
-from flows.background import HURRIED_SECONDS, Background
+from flows.background import HURRIED_SECONDS, RepeatedWork
 from flows.observe import artifact_key
 from flows.pages import waits_page
 from schemas.manifest import Wait, WaitsRecord
@@ -25,7 +25,7 @@ FIRST_SECONDS: Final = 30.0
 LONGEST_SECONDS: Final = 300.0
 
 
-class Waits(Background):
+class Waits(RepeatedWork):
     """Use as a context around the loop. `clock` returns seconds, like the watchdog's."""
 
     seconds: ClassVar = 5.0
@@ -63,7 +63,7 @@ class Waits(Background):
         record = waits_record([_wait(wait) for wait in waits], self._pause)
         self._show(record)
         try:
-            tell_waits(self.run, self._records + 1, record)
+            write_waits(self.run, self._records + 1, record)
         except StoreError:  # the page shows that the run waits for the store; stored with the next poll
             self._shown = None
         else:

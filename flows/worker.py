@@ -52,22 +52,23 @@ class FlowWorker(ProcessWorker, abc.ABC):  # a direct base ABC keeps Prefect fro
         return ProcessWorkerResult(status_code=0, identifier=ended.identifier)
 
 
-class HurriedManager(ProcessManager):
+class QuickKillManager(ProcessManager):
     """Kills a flow CANCEL_SECONDS after asking it to end; the flow's services end with it."""
 
     async def kill(self, flow_run_id: UUID, grace_seconds: float = CANCEL_SECONDS, *, force: bool = False) -> None:
         await super().kill(flow_run_id, min(grace_seconds, CANCEL_SECONDS), force=force)
 
 
-async def without_hooks(flow_run: FlowRun) -> Flow[..., Any]:
+async def flow_without_hooks(flow_run: FlowRun) -> Flow[..., Any]:
     """Stands for the flow of a flow run, which has no hooks."""
     return Flow(lambda: None, name=str(flow_run.flow_id))
 
 
 def main() -> None:
+    """Replace the parts of Prefect that the module's docstring names, and run the worker until a signal."""
     process.EngineCommandStarter = STARTER  # type: ignore[attr-defined, assignment]
-    process.load_flow_from_flow_run = without_hooks  # type: ignore[attr-defined, assignment]
-    _flow_run_executor.ProcessManager = HurriedManager  # type: ignore[attr-defined]
+    process.load_flow_from_flow_run = flow_without_hooks  # type: ignore[attr-defined, assignment]
+    _flow_run_executor.ProcessManager = QuickKillManager  # type: ignore[attr-defined]
     setup_signal_handlers_worker(os.getpid(), "the worker", print)
     asyncio.run(FlowWorker(work_pool_name=POOL, name="local").start())
 

@@ -9,7 +9,7 @@ class UserError(Exception):
     """An error in a recipe, an argument or the environment. The message names the cause and the remedy."""
 
 
-def shown(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """Names for a message: the first three, and the number of all if there are more; `none` without any."""
     ordered = sorted(names)
     more = f", … ({len(ordered)} in all)" if len(ordered) > 3 else ""

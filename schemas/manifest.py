@@ -222,7 +222,7 @@ class RunRecord(StoredRecord):
 
 
 class Change(Record):
-    """What `arealflow set` has asked for: recipe fields by dotted path; who asked, and when."""
+    """A change that `arealflow set` has requested: recipe fields by dotted path, the user, host and time."""
 
     n: int
     values: dict[str, Any]
@@ -232,7 +232,7 @@ class Change(Record):
 
 
 class ChangeRecord(StoredRecord):
-    """`changes/<n>.json`: a change of a run in progress. Its flow puts it into force by a segment, which names it."""
+    """`changes/<n>.json`: a requested change of a run in progress. Its flow applies it by a segment that contains it."""
 
     attempt: str
     change: Change
@@ -315,7 +315,7 @@ class SystemRecord(StoredRecord):
 
 
 class WatchRecord(StoredRecord):
-    """`watches/owner=<owner>/<n>.json`: someone watches the services, so that samples are to be stored at once."""
+    """`watches/owner=<owner>/<n>.json`: a user watches the services, so that samples are to be stored immediately."""
 
     user: str
     provenance: Provenance
@@ -357,7 +357,7 @@ class SpoolRecord(StoredRecord):
 
 
 class LogRecord(StoredRecord):
-    """`log/<n>.json`: who did what to the run, and when. The records form a separate hash chain."""
+    """`log/<n>.json`: an action on the run, with user, host and time. The records form a separate hash chain."""
 
     n: int
     attempt: str
@@ -434,7 +434,7 @@ class Signature(StoredRecord):
 
 
 #: Records of which the first writer of a name wins: `attempt` identifies the writer.
-Claimed = (
+ClaimedRecord = (
     StageManifest | WeightsManifest | IterationCommit | RunRecord | Segment | OwnerRecord
     | LogRecord | Reference | Tag | Tombstone | Signature | SpoolRecord | ChangeRecord
 )  # fmt: skip

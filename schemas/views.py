@@ -201,14 +201,14 @@ class View:
     joins: tuple[Join, ...] = ()
     complete: bool = False
 
-    def define(self, tables: Set[str], spared: Set[str] = frozenset(), schema: str = "main") -> str:
+    def define(self, tables: Set[str], unused: Set[str] = frozenset(), schema: str = "main") -> str:
         """The statement that creates the view, in a database schema, for a run that has `tables`.
 
-        Joins with the tables in `spared` are left out and their columns are NULL, which is safe because a join by
+        Joins with the tables in `unused` are left out and their columns are NULL, which is safe because a join by
         sample neither adds nor removes rows.
         """
         used = [join for join in self.joins if self.complete or join.table in tables]
-        joined = [join.table for join in used if join.table in tables - spared]
+        joined = [join.table for join in used if join.table in tables - unused]
         columns = "".join(text for join in used for text in join.select(join.table in joined))
         joins = "".join(f" LEFT JOIN {table} USING (iteration, sample_id)" for table in joined)
         text = self.sql.format(columns=columns, joins=joins)
@@ -224,7 +224,7 @@ def _join(table: str, *names: str, **sources: str) -> Join:
     return Join(table, {name: name for name in names} | sources)
 
 
-def judged(table: str) -> str:
+def reward_or_null(table: str) -> str:
     """The column `reward`, with NULL, which averages ignore, for the table's NaN of completions not judged."""
     return f"CASE WHEN isnan({table}.reward) THEN NULL ELSE {table}.reward END AS reward"
 
@@ -271,7 +271,7 @@ VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        f"SELECT scalars.* REPLACE ({judged('scalars')}, {_GAP}), {_LAG}{{columns}} FROM scalars{{joins}}",
+        f"SELECT scalars.* REPLACE ({reward_or_null('scalars')}, {_GAP}), {_LAG}{{columns}} FROM scalars{{joins}}",
         _join("rollout", "prompt", "completion", "answer"),
         _join("verify", "parsed", "detail"),
     ),
@@ -285,7 +285,7 @@ VIEWS: Final = (
         "samples",
         "evaluate",
         "SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions)"
-        f" REPLACE ({judged('evaluate')}) FROM evaluate",
+        f" REPLACE ({reward_or_null('evaluate')}) FROM evaluate",
     ),
     _view(
         "tokens",

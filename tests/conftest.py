@@ -1,12 +1,12 @@
-"""Fixtures that several parts share, and what holds for every test: see CONTRIBUTING.md."""
+"""Fixtures that several directories share, and settings of all tests: see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import os
 
-#: Tests run side by side, on models that gain nothing from a second thread. Libraries read it when they are imported.
+#: Tests run concurrently, on models that gain nothing from a second thread. Libraries read this at import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-#: Some virtual machines announce AMX and do not let it run: torch's products in bf16 would end the process there.
+#: Some virtual machines report AMX and do not support it: torch's bf16 products would end the process there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import shutil
@@ -39,7 +39,7 @@ QUIET = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every process of the test run has the shared folder."""
+    """Create the folder that all processes of the test run share."""
     stack = ExitStack()
     stack.enter_context(session_folder.opened())
     config.add_cleanup(stack.close)
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        from scheduling import group_by_server  # xdist need not be there where it is not used
+        from scheduling import group_by_server  # here: it imports xdist, which may not be installed
 
         group_by_server(items)
 
@@ -83,7 +83,7 @@ def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium is installed here (Debian: apt install chromium)")
-    from playwright.sync_api import expect, sync_playwright  # where no browser is, it need not be either
+    from playwright.sync_api import expect, sync_playwright  # here: it may not be installed where no browser is
 
     expect.set_options(timeout=1000 * LIMIT)
     with sync_playwright() as playwright:
@@ -94,7 +94,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
-    """A real S3 server on this machine, whose keys are in the environment from here on."""
+    """A real S3 server on this machine; sets its keys in the environment."""
     server = shared_s3_server()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
@@ -110,13 +110,13 @@ def s3_store(s3: S3Server) -> Store:
 
 @pytest.fixture(scope="session")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a real Prefect server's API. A home of our own, and settings for it, are in force from here on."""
+    """The URL of a real Prefect server's API; sets AREALFLOW_HOME and Prefect's settings for it."""
     with while_needed("api", prefect_server(tmp_path_factory.mktemp("home"))) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Everything that `arealflow up` starts, in a folder of its own."""
+    """A server, worker and keeper that `arealflow up` has started, in a home of their own."""
     with while_needed("up", arealflow_up(tmp_path_factory.mktemp("home"))) as machine:
         yield machine

@@ -1,6 +1,6 @@
-"""Time for a watchdog that flies while a process stands still.
+"""A clock for the watchdog that runs fast while a process is stopped.
 
-So a deadline that no healthy service misses on a busy machine is soon over for one that is stopped.
+A deadline that no healthy service misses on a busy machine is then soon over for a stopped one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from areal_tasks.engines import watchdog as watchdog_module
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.local import LocalHandle
 
-#: Of the recipe's `launcher`, for tests with such a clock.
+#: The recipe's section `launcher` for tests with this clock.
 SETTINGS = {"type": "local", "warn_seconds": 20.0, "hang_seconds": 120.0}
 STEP_SECONDS = 15.0
 
 
 def look_often(patch: pytest.MonkeyPatch) -> None:
-    """For watchdogs that are made from here on."""
+    """Have watchdogs that are made from now on poll every 1/400 of their intervals."""
     patch.setattr(watchdog_module, "POLLS", 400)
 
 
@@ -38,7 +38,7 @@ class FlyingClock:
         return time.monotonic() + self._flown
 
     def stop(self, handle: LocalHandle) -> None:
-        """Stop a service's process: nobody but the watchdog ends it."""
+        """Stop a service's process, which only the watchdog ends."""
         os.killpg(handle.process.pid, signal.SIGSTOP)
         self._stopped = handle
 

@@ -1,4 +1,4 @@
-"""Runs that an earlier version recorded (tests/fixtures), and the recipes by which a person would resume them now."""
+"""Runs that earlier versions recorded (tests/fixtures), and the recipes by which a user would resume them now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALL: Final[dict[str, dict[str, Any]]] = {
 
 
 def recipes() -> dict[str, Recipe]:
-    """By the name of the run: what its YAML file says, with today's defaults for what it does not say."""
+    """The recipe of each run, by name: its YAML file, with today's defaults for fields that the file does not set."""
     in_reward = {"minibatches": 1, "kl": "reward", "kl_coef": 0.1, "max_logprob_gap": 1.0}
     return {
         "grpo": tiny(trainer={"recover_within_seconds": 1e-6}, **_SMALL),

@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class S3Server:
-    """Where the server listens and the keys it knows."""
+    """The server's URL, and its only pair of keys."""
 
     endpoint: str
     access_key: str
@@ -76,7 +76,7 @@ def s3_server(folder: Path, address: str = LOOPBACK) -> Iterator[S3Process]:
         try:
             server = start_server(folder, keys, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)), address)
             break
-        except RuntimeError:  # somebody may have taken a port meanwhile
+        except RuntimeError:  # another process may have taken a port meanwhile
             if not tries_left:
                 raise
     try:
@@ -91,7 +91,7 @@ def s3_server(folder: Path, address: str = LOOPBACK) -> Iterator[S3Process]:
 
 
 def start_server(folder: Path, keys: tuple[str, str], ports: dict[str, int], address: str = LOOPBACK) -> S3Process:
-    """A server that is ready. One that was killed comes back with its folder, keys and ports."""
+    """Start a server and wait until it is ready. The same folder, keys and ports bring back one that was killed."""
     log = folder / "server.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -141,7 +141,7 @@ def _command(folder: Path, ports: dict[str, int], address: str) -> list[str]:
 
 
 def _wait_until_ready(server: S3Process, log: Path) -> None:
-    """Ready means that the bucket is there, which is a moment after the port answers."""
+    """Wait until the bucket exists, which is shortly after the port answers."""
     client = botocore.session.Session().create_client(
         "s3",
         endpoint_url=server.endpoint,

@@ -1,4 +1,4 @@
-"""Which worker of xdist runs what: a module as a whole, and all modules that share a server one after the other."""
+"""Distribution of tests over xdist's workers: by whole modules, and all modules that share a server on one worker."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import session_folder
 from servers import OPEN
 from xdist.scheduler import LoadScopeScheduling
 
-#: Fixtures of servers that are dear: those who use one begin first, since they take longest.
+#: Fixtures of servers that are expensive to start: modules that use one are run first, since they take longest.
 SERVERS: Final = ("api", "up")
 #: Folders of modules that take long next, so that the last ones, which one worker may run alone, are short.
 LONG: Final = frozenset({"stages", "fork", "trainer_group"})
-#: The server that each module uses which uses one.
+#: By module, the server that it uses; without the modules that use none.
 USED: Final[dict[Path, str]] = {}
 GROUPS: Final = "groups.json"
 
 
 def group_by_server(items: list[pytest.Item]) -> None:
-    """Write down, for the process that hands out the tests, which modules use which server.
+    """Write the server of each module to a file, for the process that distributes the tests.
 
-    Those come first, then LONG.
+    These modules come first in `items`, then those of LONG.
     """
     for item in items:
         fixtures: Sequence[str] = getattr(item, "fixturenames", ())
@@ -40,14 +40,14 @@ def group_by_server(items: list[pytest.Item]) -> None:
 
 
 def end_servers(item: pytest.Item, following: pytest.Item | None) -> None:
-    """End the server that this module uses and the following one does not: the modules of a server are run in a row."""
+    """End this module's server if the following module does not use it: modules of a server run in sequence."""
     name = USED.get(item.path, "")
     if name in OPEN and (following is None or USED.get(following.path) != name):
         OPEN.pop(name).close()
 
 
 class ModuleScheduling(LoadScopeScheduling):
-    """Hands out modules in the order in which they were collected."""
+    """Distributes modules in the order in which they were collected."""
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:
         super().__init__(config, log)

@@ -43,7 +43,7 @@ def while_needed(name: str, server: AbstractContextManager[T]) -> Iterator[T]:
 
 @contextmanager
 def prefect_server(home_folder: Path) -> Iterator[str]:
-    """The address of a server's API. Its home, and settings for it, are in force meanwhile."""
+    """The URL of a server's API. Sets AREALFLOW_HOME and Prefect's settings during the block."""
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings  # not for tests that need no server
 
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def prefect_server(home_folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Up:
-    """A server and a worker that run, and the environment in which they do."""
+    """A running `arealflow up`: the server's URL, and the environment of its processes."""
 
     url: str
     environment: dict[str, str]
@@ -72,7 +72,7 @@ class Up:
         return f"{self.url}/api"
 
     def arealflow(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the command as a person does."""
+        """Run the command as a user does."""
         command = [sys.executable, "-c", "from flows.cli.main import main; main()", *arguments]
         environment = self.environment | variables
         return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What the processes of one test run share: a folder, which is there as long as one of them runs.
+"""The folder that the processes of one test run share; it exists as long as one of them runs.
 
 These are xdist's workers, the process that starts them, and everything that they start: `FOLDER` is in the environment
 of each.
@@ -26,7 +26,7 @@ def folder() -> Path:
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """For a pytest process, while inside: the folder is there. The process that has made it removes it."""
+    """The folder exists during the block of each pytest process. The process that created it removes it."""
     made = FOLDER not in os.environ
     if made:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="arealflow-tests-")
@@ -49,7 +49,7 @@ def locked(name: str) -> Iterator[None]:
 
 
 def once(name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name`, which `make` has filled for the whole test run; nobody may alter it."""
+    """The folder `name`, which `make` fills once per test run. Tests must not change it."""
     made = folder() / name
     with locked(name):
         if not made.exists():

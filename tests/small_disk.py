@@ -1,4 +1,4 @@
-"""A real file system that is soon full."""
+"""A small real file system, for tests of a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(place: Path, size: int) -> Iterator[Path]:
-    """The new folder `place`, which takes `size` bytes. Skips the test where this user may not mount."""
+    """The new folder `place`, which has room for `size` bytes. Skips the test if this user may not mount."""
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:

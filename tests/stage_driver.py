@@ -26,12 +26,12 @@ from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.opening import find_stored
+from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
 
-#: Every process below a driver carries this in its environment: the folder it works in.
+#: Environment variable of every process below a driver: the folder it works in.
 MARK = "AREAL_TEST_RUN"
 GROUPS, ITERATIONS = 4, 3
 
@@ -95,8 +95,8 @@ def drive(
 ) -> Run:
     """Bring a run to its end, in this process; its store is that of `folder` unless another one is named."""
     store = store or store_in(folder)
-    stored = find_stored(store, name)
-    recipe, _ = stored.continued(recipe)
+    stored = read_stored_run(store, name)
+    recipe, _ = stored.recipe_to_continue(recipe)
     run = open_run(store, name, recipe, origin=origin, segments=segments, stored=stored)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop_of(run)(run, recipe, engines, retrying(execute))()
@@ -115,7 +115,7 @@ def finished(folder: Path, name: str, recipe: Recipe) -> Run:
 
 
 def retrying(execute: Execute) -> Execute:
-    """As the flow's tasks do: an engine that is gone may come back."""
+    """`execute` with retries while an engine is down, as in the flow's tasks."""
 
     def attempt(job: Job) -> Built:
         end = time.monotonic() + LIMIT
@@ -125,7 +125,7 @@ def retrying(execute: Execute) -> Execute:
             except (TrainerDown, ServerDown):
                 if time.monotonic() > end:
                     raise
-            time.sleep(PAUSE)  # as tasks do: a process that is killed may take a moment to be gone
+            time.sleep(PAUSE)  # as tasks do: a killed process may take a moment to end
 
     def run(jobs: Sequence[Job]) -> list[Built]:
         return [attempt(job) for job in jobs]

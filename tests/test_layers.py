@@ -1,4 +1,4 @@
-"""Who may import whom: flows → areal_tasks → schemas, and only flows know Prefect."""
+"""The allowed imports: flows → areal_tasks → schemas, and Prefect only in flows."""
 
 from __future__ import annotations
 

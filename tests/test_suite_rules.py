@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md that a look at the tests' text can check."""
+"""Rules of CONTRIBUTING.md that can be checked in the tests' source."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def calls_in(path: Path) -> Iterator[Called]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` as it stands there; what is no name is `…`."""
+    """`a.b.c` as in the source; `…` for an expression that is no name."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "…"
@@ -69,13 +69,13 @@ def limits(called: Called) -> Iterator[float]:
             yield node.value
 
 
-def test_who_looks_at_a_process_expects_its_end(calls: list[Called]) -> None:
+def test_the_state_of_a_process_is_read_by_alive(calls: list[Called]) -> None:
     """psutil's `status` fails where a process ends while it is looked at; `alive` (waiting.py) says no."""
     found = [called.where for called in calls if called.name.endswith("rocess.status") or called.name == "p.status"]
     assert not found, "ask alive(process)"
 
 
-def test_who_asks_a_server_has_patience(calls: list[Called]) -> None:
+def test_requests_to_servers_have_a_timeout(calls: list[Called]) -> None:
     """httpx itself gives up after 5 s."""
     asks = [called for called in calls if called.name in {f"httpx.{what}" for what in ASKS}]
     given = {called.where: {keyword.arg for keyword in called.call.keywords} for called in asks}

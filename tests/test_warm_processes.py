@@ -15,7 +15,7 @@ import pytest
 import warm_processes
 from waiting import wait_until
 
-TELLS = """
+PROBE = """
 import json, os, sys
 found = {"argv": sys.argv, "path": sys.path[:2], "cwd": os.getcwd(), "env": dict(os.environ), "name": __name__}
 found |= {"session": os.getsid(0) == os.getpid(), "open": sorted(map(int, os.listdir("/proc/self/fd")))}
@@ -40,12 +40,12 @@ def start(kind: Any, program: str, folder: Path, **options: Any) -> Any:
     return kind(command, cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True, **options)
 
 
-def told(kind: Any, folder: Path) -> dict[str, Any]:
+def observed(kind: Any, folder: Path) -> dict[str, Any]:
     """What a process says of itself, and what others see of it."""
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "A": "b=c", "PYTHONPATH": "/nowhere"}
     read, write = os.pipe()
     with (folder / "said").open("wb") as said:
-        process = start(kind, TELLS, folder, env=environment, stdin=read, stderr=said)
+        process = start(kind, PROBE, folder, env=environment, stdin=read, stderr=said)
     os.close(read)
     try:
         wait_until(lambda: (folder / "said").read_text().endswith("\n"))
@@ -58,7 +58,7 @@ def told(kind: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_it_is_what_a_fresh_process_is(tmp_path: Path) -> None:
-    assert told(warm_processes.Popen, tmp_path) == told(subprocess.Popen, tmp_path)
+    assert observed(warm_processes.Popen, tmp_path) == observed(subprocess.Popen, tmp_path)
 
 
 @pytest.mark.parametrize("program", ENDS)

@@ -1,4 +1,4 @@
-"""The one way in which tests wait: for a condition, with a limit that only a machine without hope reaches."""
+"""Tests wait only by these functions: for a condition, with a limit that no working machine reaches."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def wait_until(condition: Callable[[], T], what: object = "the condition", limit
 
 
 def alive(process: psutil.Process | int) -> bool:
-    """Whether a process, or one of that number, runs: not once it has ended, even if nobody has asked for its exit
-    status, or while we look."""
+    """Whether a process, or the one with this id, runs. False for a zombie, and if it ends during the check."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -37,7 +36,7 @@ def alive(process: psutil.Process | int) -> bool:
         return False
 
 
-def meet(folder: Path, name: str, parties: int = 2) -> None:
+def rendezvous(folder: Path, name: str, parties: int = 2) -> None:
     """Return when so many processes have called it, in all of them at nearly the same instant."""
     place, end = folder / name, time.monotonic() + LIMIT
     place.mkdir(parents=True, exist_ok=True)
@@ -48,7 +47,7 @@ def meet(folder: Path, name: str, parties: int = 2) -> None:
 
 
 async def until(condition: Callable[[], object], what: object = "the condition", limit: float = LIMIT) -> None:
-    """The same in an event loop, which goes on meanwhile."""
+    """As `wait_until`, without blocking the event loop."""
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {limit:g} s"

@@ -32,20 +32,20 @@ import session_folder
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SERVER: Final = Path(__file__).with_name("warm_server.py")
-#: What the local launcher need not start afresh.
+#: Modules of services that the local launcher forks.
 SERVICES: Final = (
     *("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang"),
     *("areal_tasks.rollout.worker", "failing_trainer"),
 )
 MESSAGE: Final = 1 << 18  # bytes at most
 INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)
-#: Bytes of the server's own command line and environment: what it forks writes its own over them.
+#: Bytes of the server's own command line and environment, which forked processes overwrite with theirs.
 ARGUMENTS_ROOM: Final = 1 << 10
 ENVIRONMENT_ROOM: Final = 1 << 16
 
 
 class Popen:
-    """A process that the server forks. It has what the launcher and the tests use of `subprocess.Popen`."""
+    """A process that the server forks, with the part of `subprocess.Popen` that the launcher and the tests use."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Process(Popen):
 
 
 def output_of(*args: str) -> str:
-    """What `python ARGS` prints, in the folder of the project. AssertionError with its complaints where it fails."""
+    """The output of `python ARGS` in the project's folder. AssertionError with its stderr if it fails."""
     with tempfile.TemporaryFile("w+") as errors:
         process = Popen([sys.executable, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
@@ -177,7 +177,7 @@ def _start_service(args: Sequence[str], **options: Any) -> Popen | subprocess.Po
 
 
 def _connected() -> socket.socket:
-    """A channel to the server of this test run, which is started where there is none."""
+    """A channel to the server of this test run, which is started if it does not run."""
     path = session_folder.folder() / "warm"
     with session_folder.locked("warm"):
         with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def _connect(path: Path) -> socket.socket:
 
 
 def _start_server(path: Path) -> None:
-    """Returns when it listens at `path`. It does not inherit marks by which tests find what a process has started."""
+    """Start the server, and wait until it listens at `path`. It does not inherit the mark of `stage_driver`."""
     ready, theirs = os.pipe()
     path_of_modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"AREAL_TEST_ROOM": " " * ENVIRONMENT_ROOM, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_modules}
@@ -221,7 +221,7 @@ def send(channel: socket.socket, message: Mapping[str, Any], *descriptors: int) 
 
 
 def _receive(channel: socket.socket) -> Any:
-    """The next message. Where the server has ended, so has what it had forked."""
+    """The next message. If the server has ended, so have the processes it forked: they count as killed."""
     with contextlib.suppress(ConnectionError):
         if message := channel.recv(MESSAGE):
             return json.loads(message)

@@ -1,4 +1,4 @@
-"""The process that forks others which find torch imported (`warm_processes` says why, and asks for them).
+"""The process that has imported torch and forks others on request (see `warm_processes`).
 
 `warm_server.py SOCKET DESCRIPTOR` is the server, which writes to the descriptor when it listens; `warm_server.py
 FILE.call` calls the function that is pickled in the file, in a process that the server has forked.
@@ -36,12 +36,12 @@ PRELOAD: Final = (
     "areal_tasks.engines.trainer.process",
     "areal_tasks.engines.embedded.process",
 )
-#: Where packages are imported from in any process, whatever folder it runs in and whatever PYTHONPATH says.
+#: The folders of installed packages, independent of a process's working directory and PYTHONPATH.
 INSTALLED: Final = [path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests"))]
 
 
 class Server:
-    """Forks what it is asked for, and tells the caller how it ended. Has one thread: others do not survive a fork."""
+    """Forks processes on request, and reports their exit status. Has one thread: others do not survive a fork."""
 
     def __init__(self, listener: socket.socket, alive: int, wakeup: socket.socket) -> None:
         self.listener, self.alive, self.wakeup = listener, alive, wakeup
@@ -49,7 +49,7 @@ class Server:
         self.forked: dict[int, socket.socket] = {}  # by process id
 
     def run(self) -> None:
-        """Until no pytest process is left."""
+        """Handle requests until no pytest process is left."""
         while True:
             waiting = select.poll()
             for descriptor in (self.listener.fileno(), self.wakeup.fileno(), *self.asking):
@@ -66,7 +66,7 @@ class Server:
                 self._answer(self.asking.pop(descriptor))
 
     def end(self) -> None:
-        """Kill what was forked and has not ended, with what it has started, and remove what it has written."""
+        """Kill the forked processes that still run, with their process groups, and remove the shared folder."""
         for pid in self.forked:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(pid, signal.SIGKILL)
@@ -76,11 +76,11 @@ class Server:
 
     def _answer(self, channel: socket.socket) -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, 64)
-        if not message:  # who asked is gone
+        if not message:  # the requesting process has ended
             channel.close()
             return
         if (pid := os.fork()) == 0:
-            _become(json.loads(message), descriptors)
+            _run_requested(json.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self.forked[pid] = channel
@@ -96,17 +96,17 @@ class Server:
                     send(channel, {"status": os.waitstatus_to_exitcode(status)})
 
 
-def _become(order: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Be the process that was asked for, from its first line to its end."""
+def _run_requested(order: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """Turn this forked process into the requested one, run it, and exit."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if order["session"]:
             os.setsid()
-        _take(descriptors, order["descriptors"])
+        _move_descriptors(descriptors, order["descriptors"])
         os.chdir(order["cwd"])
-        _dress(order["args"], order["env"])
+        _set_environment(order["args"], order["env"])
         random.seed()
         sys.modules["numpy"].random.seed()
         _run(order["args"])
@@ -115,11 +115,11 @@ def _become(order: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
         status = _status(ended)
     except BaseException:
         traceback.print_exc()
-    _leave(status)
+    _exit(status)
 
 
-def _take(given: Sequence[int], numbers: Sequence[int]) -> None:
-    """Have the descriptors `given` under these numbers, and no others."""
+def _move_descriptors(given: Sequence[int], numbers: Sequence[int]) -> None:
+    """Move the descriptors `given` to these numbers, and close all others."""
     above = max(*numbers, 256) + 1
     kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in given]
     os.closerange(0, above)
@@ -128,8 +128,8 @@ def _take(given: Sequence[int], numbers: Sequence[int]) -> None:
     os.closerange(above, os.sysconf("SC_OPEN_MAX"))
 
 
-def _dress(args: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Take this environment, and show it and the command line in /proc."""
+def _set_environment(args: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Set the environment, and write it and the command line over the server's, so that /proc shows them."""
     os.environ.clear()
     os.environ.update(environment)
     if os.environ.get("PYTHONUNBUFFERED"):
@@ -148,7 +148,7 @@ def _write(start: int, end: int, texts: Sequence[str]) -> None:
 
 
 def _run(args: Sequence[str]) -> None:
-    """As the interpreter does: `python -m MODULE …` or `python FILE …`."""
+    """Run `python -m MODULE …` or `python FILE …` as the interpreter does."""
     module = args[2] if args[1] == "-m" else ""
     sys.argv = list(args[2:] if module else args[1:])
     first = os.getcwd() if module else os.path.dirname(os.path.abspath(args[1]))
@@ -168,8 +168,8 @@ def _status(ended: SystemExit) -> int:
     return 1
 
 
-def _leave(status: int) -> NoReturn:
-    """As the interpreter ends, but for destructors: nothing of the server's is to be closed by them."""
+def _exit(status: int) -> NoReturn:
+    """Exit as the interpreter does, but without destructors, which would close objects of the server."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -188,11 +188,11 @@ def _child_signals() -> socket.socket:
 
 
 def serve(path: Path, ready: int) -> None:
-    """Be the server, at the socket `path`; `ready` is told when it listens."""
+    """Run the server at the socket `path`; it writes to the descriptor `ready` once it listens."""
     for module in PRELOAD:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # those that it forks share these pages as long as nobody writes to them
+    gc.freeze()  # forked processes share these pages until one writes to them
     alive = os.open(session_folder.folder() / session_folder.ALIVE, os.O_RDONLY | os.O_NONBLOCK)
     wakeup = _child_signals()
     path.unlink(missing_ok=True)  # of a server that was killed

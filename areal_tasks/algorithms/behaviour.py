@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from areal_tasks.algorithms.log_ratios import LIMIT, bounded
+from areal_tasks.algorithms.log_ratios import MAX_LOG_RATIO, bounded
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BehaviourWeights(NamedTuple):
     bounded: Bool[Tensor, "T"]  # the bound changed the weight
 
 
-def behaviour_weights(log_ratios: Float[Tensor, "T"], bound: Bound, limit: float = LIMIT) -> BehaviourWeights:
+def behaviour_weights(log_ratios: Float[Tensor, "T"], bound: Bound, limit: float = MAX_LOG_RATIO) -> BehaviourWeights:
     """The exponentials of log π_proximal / π_behaviour under `bound`; no gradient. 1 where both agree, NaN where NaN.
 
     `log_ratios` are in nats, of tokens or (`sequence_log_ratios`) of sequences, and bounded to `limit` (`log_ratios`).

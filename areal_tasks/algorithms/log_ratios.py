@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 #: In nats: a ratio of 4.9e8.
-LIMIT: Final = 20.0
+MAX_LOG_RATIO: Final = 20.0
 
 
 def bounded(log_ratio: Float[Tensor, "T"], limit: float) -> Float[Tensor, "T"]:
@@ -27,7 +27,7 @@ def bounded(log_ratio: Float[Tensor, "T"], limit: float) -> Float[Tensor, "T"]:
     return log_ratio.clamp(max=limit)
 
 
-def beyond(limit: float, *log_ratios: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
+def any_above(limit: float, *log_ratios: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
     """The tokens for which `bounded` changes one of these log-ratios."""
     return torch.stack(log_ratios).gt(limit).any(0)
 
@@ -37,7 +37,7 @@ def k1(logprobs: Float[Tensor, "T"], reference: Float[Tensor, "T"]) -> Float[Ten
     return logprobs - reference
 
 
-def k3(logprobs: Float[Tensor, "T"], reference: Float[Tensor, "T"], limit: float = LIMIT) -> Float[Tensor, "T"]:
+def k3(logprobs: Float[Tensor, "T"], reference: Float[Tensor, "T"], limit: float = MAX_LOG_RATIO) -> Float[Tensor, "T"]:
     """(r - 1) - log r, in nats: unbiased, never negative, and of less variance than k1; log r is bounded to `limit`."""
     log_r = bounded(reference - logprobs, limit)
     return torch.expm1(log_r) - log_r

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from areal_tasks.algorithms.log_ratios import LIMIT, bounded
+from areal_tasks.algorithms.log_ratios import MAX_LOG_RATIO, bounded
 
 LossMean = Literal["token_mean", "sequence_mean"]
 
@@ -31,7 +31,7 @@ def policy_terms(
     proximal: Float[Tensor, "T"],
     advantages: Float[Tensor, "T"],
     clip_ratio: float,
-    limit: float = LIMIT,
+    limit: float = MAX_LOG_RATIO,
 ) -> PolicyTerms:
     """-min(ratio · A, clip(ratio, 1-ε, 1+ε) · A): PPO (arXiv:1707.06347), §3, eq. 7; gradient flows to `logprobs`.
 

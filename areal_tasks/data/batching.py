@@ -23,7 +23,7 @@ LayoutKind = Literal["packed", "padded"]
 #: The minibatch and micro-batch of a sample that is left out of training.
 LEFT_OUT: Final = -1
 #: The start of a sample whose tokens another rank holds.
-ELSEWHERE: Final = -1
+ON_ANOTHER_RANK: Final = -1
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def make_sequences(
     return Sequences(input_ids, counted, starts, lengths)
 
 
-def among(sequences: Sequences, rows: Int[Tensor, " b"], lengths: Int[Tensor, " B"]) -> Sequences:
-    """The same tokens as those of the samples `rows` among samples of these lengths; the others' are elsewhere."""
-    starts = torch.full_like(lengths, ELSEWHERE)
+def in_whole_batch(sequences: Sequences, rows: Int[Tensor, " b"], lengths: Int[Tensor, " B"]) -> Sequences:
+    """The tokens of this rank's samples `rows` with the numbering of a batch whose samples have these lengths."""
+    starts = torch.full_like(lengths, ON_ANOTHER_RANK)
     starts[rows] = sequences.starts
     return Sequences(sequences.input_ids, sequences.counted, starts, lengths)
 
@@ -87,7 +87,9 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
 
     Padding on the right needs no mask: under causal attention no token sees what follows it. Packed samples are
     separated by their position ids, which start at 0 in each. The last token of a sample predicts none: it is omitted.
+    Without rows, the pass has one cell of padding, and no token counts.
     """
+    kind = kind if len(rows) else "packed"
     lengths = (sequences.lengths[rows] - 1).clamp(min=0)
     height, width = _shape(lengths, kind)
     first = lengths.cumsum(0) - lengths if kind == "packed" else torch.arange(len(rows)) * width
@@ -110,11 +112,6 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
     )
 
 
-def lay_out(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind) -> Layout:
-    """`make_layout`; for no samples, a pass over one cell of padding in which no token counts."""
-    return make_layout(sequences, rows, kind if len(rows) else "packed")
-
-
 def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
     """Rows and columns; at least one column, since models take no empty input."""
     width = int(lengths.sum() if kind == "packed" else lengths.max())
@@ -127,7 +124,7 @@ def _positions(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, "1 L"]:
 
 
 def _bounds(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, " S"]:
-    """Where the samples of a packed row start and end, without those of no cell; padding alone counts as one."""
+    """Where the samples of a packed row start and end, without empty ones; a row of padding alone is one sample."""
     taken = lengths[lengths > 0] if lengths.any() else torch.tensor([width])
     return torch.cat([torch.zeros(1, dtype=torch.int64), taken.cumsum(0)]).to(torch.int32)
 
@@ -156,23 +153,24 @@ def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind, mul
     """
     ordered, order = lengths.sort(descending=True, stable=True)
     found = torch.empty_like(order)
-    falling = _Falling(ordered.tolist(), ordered.cumsum(0).tolist())
+    falling = _DescendingLengths(ordered.tolist(), ordered.cumsum(0).tolist())
     for number, (begin, end) in enumerate(_runs(falling, budget, kind, multiple_of)):
         found[order[begin:end]] = number
     return found
 
 
-class _Falling(NamedTuple):
-    """Lengths of samples in falling order, and their running sum."""
+class _DescendingLengths(NamedTuple):
+    """Lengths of samples in descending order, and their running sum."""
 
     lengths: list[int]
     ends: list[int]
 
 
-def _runs(ordered: _Falling, budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
-    """Cuts of samples in falling order of length, under the smallest budget that needs no more runs than allowed.
+def _runs(ordered: _DescendingLengths, budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
+    """The first and the last + 1 sample of each run, with samples in descending order of length.
 
-    That budget balances them. Runs missing to a full multiple come from halving the runs with most samples.
+    The smallest budget that needs no more runs than `budget` does balances them. Until their number is a multiple of
+    `multiple_of`, the run with most samples is halved.
     """
     wanted = _rounded_up(len(_cut(ordered, budget, kind)), multiple_of, len(ordered.lengths))
     cuts = _cut(ordered, _smallest_cap(ordered, budget, kind, wanted), kind)
@@ -189,7 +187,7 @@ def _rounded_up(number: int, multiple_of: int, most: int) -> int:
     return rounded if rounded <= most else number
 
 
-def _smallest_cap(ordered: _Falling, budget: int, kind: LayoutKind, wanted: int) -> int:
+def _smallest_cap(ordered: _DescendingLengths, budget: int, kind: LayoutKind, wanted: int) -> int:
     """The smallest budget, up to `budget`, that needs no more than `wanted` runs."""
     low, high = 0, budget
     while wanted > 1 and high - low > 1:
@@ -198,18 +196,18 @@ def _smallest_cap(ordered: _Falling, budget: int, kind: LayoutKind, wanted: int)
     return high
 
 
-def _cut(ordered: _Falling, cap: int, kind: LayoutKind) -> list[tuple[int, int]]:
-    """Cut samples in falling order of length into runs that cost at most `cap` each (or hold one sample)."""
+def _cut(ordered: _DescendingLengths, cap: int, kind: LayoutKind) -> list[tuple[int, int]]:
+    """Cut samples in descending order of length into runs that cost at most `cap` each (or hold one sample)."""
     samples, begin = len(ordered.lengths), 0
     cuts: list[tuple[int, int]] = []
     while begin < samples:
-        end = min(max(_reach(ordered, begin, cap, kind), begin + 1), samples)
+        end = min(max(_end_of_run(ordered, begin, cap, kind), begin + 1), samples)
         cuts.append((begin, end))
         begin = end
     return cuts
 
 
-def _reach(ordered: _Falling, begin: int, cap: int, kind: LayoutKind) -> int:
+def _end_of_run(ordered: _DescendingLengths, begin: int, cap: int, kind: LayoutKind) -> int:
     width = ordered.lengths[begin]
     if kind == "padded":
         return begin + cap // max(width, 1)

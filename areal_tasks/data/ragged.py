@@ -29,7 +29,7 @@ def ragged(values: Flat, sizes: Flat, kind: pa.ListType) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, type=kind.value_type))
 
 
-def spread(values: Flat, mask: Flat) -> Flat:
+def scatter(values: Flat, mask: Flat) -> Flat:
     """`values` (one per True of `mask`) at the positions of the Trues; 0 elsewhere. [T]"""
     full = np.zeros(len(mask), dtype=values.dtype)
     full[mask] = values

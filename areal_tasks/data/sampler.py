@@ -6,7 +6,7 @@ worker can compute any position in O(1), nothing is shuffled in memory, and Pyth
 every platform. It is not cryptographically secure.
 
 On few bits such a network prefers some orders to others (five rows: chi-square 28 standard deviations above its mean
-over 50,000 seeds; no bias detected from 17 rows on). So the orders of at most `SHUFFLED` rows are uniform shuffles.
+over 50,000 seeds; no bias detected from 17 rows on). So the orders of at most `MAX_SHUFFLED_ROWS` are uniform shuffles.
 Older runs keep theirs: a run's record names its order (`schemas.manifest.PROMPT_ORDER`).
 """
 
@@ -26,7 +26,7 @@ _ORDER: Final = 0x6F72646572  # domains: an order and a sampling seed never shar
 _SAMPLE: Final = 0x73616D706C65
 _SHUFFLE: Final = 0x73687566666C65
 #: The most rows whose order is a shuffle, from order 2 on.
-SHUFFLED: Final = 64
+MAX_SHUFFLED_ROWS: Final = 64
 
 
 def mix64(x: Words) -> Words:
@@ -59,11 +59,11 @@ def permutation(index: int, n: int, seed: int, epoch: int, order: int) -> int:
     """The row at position `index` in the order of (`seed`, `epoch`): a bijection of `[0, n)` onto itself.
 
     Args:
-        order: 1: a Feistel network for every `n`. 2: the same above `SHUFFLED` rows, otherwise a uniform shuffle.
+        order: 1: a Feistel network for every `n`. 2: the same above `MAX_SHUFFLED_ROWS`, else a uniform shuffle.
     """
     if not 0 <= index < n:
         raise IndexError(f"position {index} is outside of [0, {n})")
-    if order > 1 and n <= SHUFFLED:
+    if order > 1 and n <= MAX_SHUFFLED_ROWS:
         return shuffled(n, seed, epoch)[index]
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     key = derive(_ORDER, seed, epoch)

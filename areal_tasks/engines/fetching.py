@@ -19,7 +19,7 @@ from typing import Final
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import common_folder, digest_of, materialise, read_weights
-from areal_tasks.store.parallel import beside
+from areal_tasks.store.parallel import concurrently
 from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsManifest, WeightsRef
 
@@ -51,7 +51,7 @@ class Fetched:
             yield self.hold(in_memory(store, files))
             return
         self.outdate()
-        with beside(lambda: materialise(store, files, folder, verify=True)):
+        with concurrently(lambda: materialise(store, files, folder, verify=True)):
             yield folder
 
     def hold(self, folder: AbstractContextManager[Path]) -> Path:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.fork import find_reference, leave_reference
-from areal_tasks.store.objects.files import materialise, read_weights, upload, weights_made
+from areal_tasks.store.fork import find_reference, write_reference
+from areal_tasks.store.objects.files import materialise, read_weights, upload, written_weights
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.retention.tombstones import check_kept, check_run_kept
 from areal_tasks.store.runs import Run, load_run
@@ -67,8 +67,8 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     run, earlier = load_run(store, name), find_reference(store, name, reader) if reader else None
     commit = _commit_of(run, int(version) if version else earlier.iteration if earlier else run.committed)
     if reader:
-        leave_reference(store, name, reader, commit.iteration + 1, "weights")
-    ref = _written(path, weights_made(run, commit))
+        write_reference(store, name, reader, commit.iteration + 1, "weights")
+    ref = _written(path, written_weights(run, commit))
     for run_needed in {name, ref.path.split("/")[0]}:  # the files may belong to the run that it was forked from
         check_run_kept(store, run_needed)
     check_kept(store, ref)

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from schemas.errors import UserError, shown
+from schemas.errors import UserError, listed
 
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
@@ -115,8 +115,8 @@ class Names:
         """Return self. UserError if the checkpoint at `source` lacks tensors of the model or holds others."""
         if self.missing or self.unexpected:
             raise UserError(
-                f"{source} does not hold the weights of its architecture; missing: {shown(self.missing)}; unexpected: "
-                f"{shown(self.unexpected)}. What is missing would be random, and what is unexpected left out: name a "
+                f"{source} does not hold the weights of its architecture; missing: {listed(self.missing)}; unexpected: "
+                f"{listed(self.unexpected)}. What is missing would be random, and what is unexpected left out: name a "
                 "complete checkpoint as model.path"
             )
         return self
@@ -151,7 +151,7 @@ class Names:
         if waiting or left:
             raise UserError(
                 "the weights to be published are not those of the model, so nothing was published; missing: "
-                f"{shown(left)}; left over: {shown(waiting)}"
+                f"{listed(left)}; left over: {listed(waiting)}"
             )
 
 
@@ -201,9 +201,9 @@ class _Plan:
         forth, back = _Conversion(converter, layer, patterns, self.model), self._reverse(converter, held)
         if back([torch.empty_like(self.every[name], device="meta") for name in held]).keys() != set(renamed):
             raise UserError(
-                f"transformers converts {shown(stored)} of the checkpoint to {shown(held)}, and cannot do the reverse, "
-                "so new weights could not be published under the checkpoint's names. Is the checkpoint complete? "
-                "model.path must be a complete one, with the usual names of its model family"
+                f"transformers converts {listed(stored)} of the checkpoint to {listed(held)}, and cannot "
+                "do the reverse, so new weights could not be published under the checkpoint's names. Is the checkpoint "
+                "complete? model.path must be a complete one, with the usual names of its model family"
             )
         return Group(stored, tuple(self.tied[name] for name in held), forth, back, (held, renamed))
 

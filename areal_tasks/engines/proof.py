@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.loop_thread import Call
 from areal_tasks.engines.server import BadRequest
-from schemas.errors import UserError, shown
+from schemas.errors import UserError, listed
 from schemas.recipe.recipe import Recipe, SftRecipe
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Proof:
                 "not proven that new weights reach all tensors: the servers compute %s, which the proof would "
                 "overwrite, too. The train-inference mismatch (algorithm.max_logprob_gap) of each iteration "
                 "shows it instead",
-                shown(computed),
+                listed(computed),
             )
             return True
         with _refusals():
@@ -108,7 +108,7 @@ def check_same(before: Checksums, after: Checksums) -> None:
     if apart:
         raise UserError(
             "new weights do not reach every tensor of the inference servers: overwritten and given the same weights "
-            f"again, these are not what they were: {shown(apart)}. SGLang skips tensors whose names it does not know. "
+            f"again, these are not what they were: {listed(apart)}. SGLang skips tensors whose names it does not know. "
             "Name a model.path whose tensors have the usual names of its model family, or try another "
             f"inference.transport. If the servers compute these tensors themselves, {WITHOUT}"
         )

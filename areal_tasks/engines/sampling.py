@@ -18,7 +18,7 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.launchers.supervisor import Service
 from areal_tasks.launchers.usage import Usage, measure
-from areal_tasks.store.under_way import LEDGER
+from areal_tasks.store.in_flight import LEDGER
 from schemas.recipe.recipe import SftRecipe
 
 Row = dict[str, Any]
@@ -173,7 +173,7 @@ class Sampler:
 
     def _flow(self) -> Flow:
         servers, now = self.engines.servers, LEDGER.clock()
-        store = any(now - one.since > STORE_SECONDS for one in LEDGER.under_way())
+        store = any(now - one.since > STORE_SECONDS for one in LEDGER.in_flight())
         return Flow(self.engines.watchdog.registered(), store, servers.workers.backlog(), servers.states())
 
     def _state(self, flow: Flow, name: str, service: Service | None) -> State:

@@ -27,7 +27,7 @@ from areal_tasks.launchers.gpus import Placement, assigned, check_joins, describ
 from areal_tasks.launchers.placement import server_needs, trainer_needs, worker_needs
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.rewards.pool import VerifierPool
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -154,7 +154,7 @@ class Engines:
     def _log_placement(self, placement: Placement) -> None:
         if described := describe(placement):
             log.info("%s", described)
-        append(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **assigned(placement)})
+        append_log(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **assigned(placement)})
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
         """Start the servers that `begin` has not started, on `written`. Does not wait for them.

@@ -25,7 +25,7 @@ from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.keys import combine_digests
-from areal_tasks.store.objects.files import weights_made
+from areal_tasks.store.objects.files import written_weights
 from areal_tasks.store.runs import Run
 from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 
@@ -275,7 +275,7 @@ def _distance(one: float, other: float | None) -> float:
 
 def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
     """The largest difference between the trainer's policy and the weights of `version`; None if they are not stored."""
-    ref = weights_made(run, run.commit(version - 1))
+    ref = written_weights(run, run.commit(version - 1))
     if not ref.written:
         return None
     return trainer.run(Compare(owner=run.owner, version=version, weights=ref), Compared).difference

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
-from areal_tasks.store.under_way import LEDGER, Ledger
+from areal_tasks.store.in_flight import LEDGER, Ledger
 from schemas.recipe.launcher import Launcher
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Watchdog:
         now, waits = self.clock(), list(self._waits.values())
         hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
         found = [
-            *(Waited("the store", one.what, now - one.since, STORE_LIMIT) for one in self._ledger.under_way()),
+            *(Waited("the store", one.what, now - one.since, STORE_LIMIT) for one in self._ledger.in_flight()),
             *(
                 Waited(name, wait.what, now - wait.since, silence.limit or hung, silence.says)
                 for wait in waits
@@ -193,7 +193,7 @@ class Watchdog:
 
     def _check_store(self) -> None:
         """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself."""
-        asked, now = self._ledger.under_way(), self.clock()
+        asked, now = self._ledger.in_flight(), self.clock()
         for number in self._warned.keys() - {one.number for one in asked}:
             del self._warned[number]
         for one in asked:

@@ -77,25 +77,25 @@ def cost_facts(cost: Cost) -> Table:
     return [
         ["tokens generated", generated],
         ["tokens trained", f"{cost.trained:,}, for which the trainer computed {cost.computed:,}, prompts included"],
-        ["wall time", f"{cost.seconds:,.1f} s: {ends(cost.starts)}"],
-        ["GPU seconds", devices(cost)],
+        ["wall time", f"{cost.seconds:,.1f} s: {starts_text(cost.starts)}"],
+        ["GPU seconds", gpu_seconds_text(cost)],
     ]
 
 
-def ends(starts: Sequence[Start]) -> str:
+def starts_text(starts: Sequence[Start]) -> str:
     """`2 starts of the flow, 1 until logged as failed, 1 until logged as finished`."""
-    counts = Counter(_end(start.ended_by) for start in starts)
+    counts = Counter(_end_text(start.ended_by) for start in starts)
     known = ", ".join(f"{count} {end}" if len(counts) > 1 else end for end, count in counts.items())
     return f"{len(starts)} {'start' if len(starts) == 1 else 'starts'} of the flow, {known}"
 
 
-def _end(ended_by: str) -> str:
+def _end_text(ended_by: str) -> str:
     if ended_by == "last commit":
         return "until its last commit, as its end is not in the log"
     return f"until logged as {ended_by}" if ended_by else "that committed nothing and is not counted"
 
 
-def devices(cost: Cost) -> str:
+def gpu_seconds_text(cost: Cost) -> str:
     """The GPU seconds, and the source of the number of GPUs."""
     if not any(start.gpus for start in cost.starts):
         return "0, on the CPU, according to the log and the recipe"
@@ -108,13 +108,13 @@ def devices(cost: Cost) -> str:
 def stage_rows(cost: Cost) -> Table:
     """Seconds of each stage: total, per iteration, and as a share of the wall time."""
     rows = [
-        [stage, f"{s:,.1f}", f"{s / max(cost.iterations, 1):.3f}", share(s, cost.seconds)]
+        [stage, f"{s:,.1f}", f"{s / max(cost.iterations, 1):.3f}", percent(s, cost.seconds)]
         for stage, s in cost.stages.items()
     ]
     return [["stage", "seconds", "per iteration", "share of the wall time"], *rows]
 
 
-def share(part: float, whole: float) -> str:
+def percent(part: float, whole: float) -> str:
     """As a percentage."""
     return f"{100 * part / whole:.1f} %" if whole else "—"
 
@@ -135,10 +135,11 @@ WHERE coalesce(waits['start'], 0) < 1 GROUP BY 1"""
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Of the services of one kind: seconds by what they worked on and waited for; mean cores, and share of the queue.
+class TimeSpent:
+    """How the services of one kind spent their time: seconds by what they worked on, and by what they waited for.
 
-    The time before they had started does not count.
+    `cpu` is the mean number of cores used, `full` the mean share of the queue that was in use. The time before the
+    services had started does not count.
     """
 
     works: Mapping[str, float] = field(default_factory=dict)
@@ -155,20 +156,20 @@ class Spent:
         return self.waits.get(what, 0.0) / self.seconds if self.seconds else 0.0
 
 
-def spent_of(connection: duckdb.DuckDBPyConnection) -> dict[str, Spent]:
+def time_spent(connection: duckdb.DuckDBPyConnection) -> dict[str, TimeSpent]:
     """By kind of service, of the view `system`: `trainer`, `inference`, `rollout`, `flow`; empty without samples."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind, part, what, seconds in connection.execute(_SPENT).fetchall():
         found.setdefault(kind, {"works": {}, "waits": {}})[part][what] = seconds
     load: dict[str, Sequence[Any]] = {kind: rest for kind, *rest in connection.execute(_LOAD).fetchall()}
     return {
-        kind: Spent(**parts, cpu=load[kind][0], full=load[kind][1]) for kind, parts in found.items() if kind in load
+        kind: TimeSpent(**parts, cpu=load[kind][0], full=load[kind][1]) for kind, parts in found.items() if kind in load
     }
 
 
-def bottleneck(spent: Mapping[str, Spent], eta: int) -> str:
+def bottleneck(spent: Mapping[str, TimeSpent], eta: int) -> str:
     """A sentence that names what limits the run, and the setting to change; or that nothing stands out."""
-    trainer, servers = spent.get("trainer", Spent()), spent.get("inference", Spent())
+    trainer, servers = spent.get("trainer", TimeSpent()), spent.get("inference", TimeSpent())
     waits = {what: trainer.waited(what) for what in trainer.waits}
     for what, advice in (
         ("store", "the store: a faster or nearer one (store.url), or fewer weights (trainer.weights_every)"),
@@ -176,23 +177,25 @@ def bottleneck(spent: Mapping[str, Spent], eta: int) -> str:
         ("evaluation", "evaluations: fewer (evaluation.every)"),
     ):
         if waits.get(what, 0.0) >= STANDS_OUT:
-            return f"Bottleneck: {advice}. The trainer waits for {what} {share(waits[what], 1)} of the time."
+            return f"Bottleneck: {advice}. The trainer waits for {what} {percent(waits[what], 1)} of the time."
     if (lost := sum(waits.get(what, 0.0) for what in ("servers", "publish"))) >= STANDS_OUT:
-        return f"Bottleneck: publication (inference.transport). The trainer waits for it {share(lost, 1)} of the time."
+        return (
+            f"Bottleneck: publication (inference.transport). The trainer waits for it {percent(lost, 1)} of the time."
+        )
     if waits.get("groups", 0.0) >= STANDS_OUT:
-        said = f"The trainer waits for groups {share(waits['groups'], 1)} of the time"
+        said = f"The trainer waits for groups {percent(waits['groups'], 1)} of the time"
         return f"Bottleneck: generation: {_generation(spent, eta)}. {said}."
     if servers.waited("rule") >= STANDS_OUT and trainer.seconds and sum(waits.values()) < STANDS_OUT:
-        said = f"The servers wait for it {share(servers.waited('rule'), 1)} of the time"
+        said = f"The servers wait for it {percent(servers.waited('rule'), 1)} of the time"
         return (
             f"Bottleneck: training: more ranks (trainer.ranks), or larger passes (trainer.micro_batch_tokens). {said}."
         )
     return "Bottleneck: none stands out."
 
 
-def _generation(spent: Mapping[str, Spent], eta: int) -> str:
-    """What would have groups finish earlier."""
-    servers, workers, groups = (spent.get(kind, Spent()) for kind in ("inference", "rollout", "flow"))
+def _generation(spent: Mapping[str, TimeSpent], eta: int) -> str:
+    """What limits generation, and the setting to change."""
+    servers, workers, groups = (spent.get(kind, TimeSpent()) for kind in ("inference", "rollout", "flow"))
     if (workers.cpu or 0.0) >= FULL_CORE:
         return "the rollout workers use their cores fully: more of them (rollout.workers)"
     if eta == 0 and servers.waited("rule") >= STANDS_OUT:
@@ -203,7 +206,7 @@ def _generation(spent: Mapping[str, Spent], eta: int) -> str:
     return "the servers are busy: more of them (inference.servers)"
 
 
-def time_payload(spent: Mapping[str, Spent], eta: int) -> dict[str, Any] | None:
+def time_payload(spent: Mapping[str, TimeSpent], eta: int) -> dict[str, Any] | None:
     """What the page shows; None for a run without samples."""
     if not any(one.seconds for one in spent.values()):
         return None
@@ -213,4 +216,4 @@ def time_payload(spent: Mapping[str, Spent], eta: int) -> dict[str, Any] | None:
 
 
 def _listed(seconds: Mapping[str, float], whole: float) -> str:
-    return ", ".join(f"{what} {share(part, whole)}" for what, part in seconds.items() if part >= 0.005 * whole) or "—"
+    return ", ".join(f"{what} {percent(part, whole)}" for what, part in seconds.items() if part >= 0.005 * whole) or "—"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.recipe.filters import REASONS
-from schemas.views import judged
+from schemas.views import reward_or_null
 
 DIGITS: Final = 5  # significant; a screen shows three
 
@@ -30,12 +30,12 @@ class Series:
     high: Numbers | None = None
 
     def payload(self) -> dict[str, Any]:
-        """As the page reads it."""
+        """The line as JSON values of the page."""
         band = {} if self.low is None or self.high is None else {"lo": rounded(self.low), "hi": rounded(self.high)}
         return {"name": self.name, "x": rounded(self.x), "y": rounded(self.y), **band}
 
 
-def thin(series: Series, points: int) -> Series:
+def downsample(series: Series, points: int) -> Series:
     """At most `points` points: means of neighbours, with their least and greatest values as the band."""
     if len(series.x) <= points:
         return series
@@ -44,13 +44,13 @@ def thin(series: Series, points: int) -> Series:
     return Series(
         series.name,
         np.array([series.x[part].mean() for part in parts]),
-        np.array([_finite(np.mean, series.y[part]) for part in parts]),
-        np.array([_finite(np.min, low[part]) for part in parts]),
-        np.array([_finite(np.max, high[part]) for part in parts]),
+        np.array([_over_finite(np.mean, series.y[part]) for part in parts]),
+        np.array([_over_finite(np.min, low[part]) for part in parts]),
+        np.array([_over_finite(np.max, high[part]) for part in parts]),
     )
 
 
-def _finite(reduce: Any, values: Numbers) -> float:
+def _over_finite(reduce: Any, values: Numbers) -> float:
     """`reduce` over the finite values; NaN where there are none."""
     finite = values[np.isfinite(values)]
     return float(reduce(finite)) if len(finite) else math.nan
@@ -173,12 +173,13 @@ SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS
        quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
        avg((verdict = 'unparseable')::int) AS unparseable,
        avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped
-FROM (SELECT * REPLACE ({judged("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
+FROM (SELECT * REPLACE ({reward_or_null("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
 
 _GROUPS: Final = f"""
 SELECT iteration AS x, avg((spread = 0)::int) AS signal FROM (
   SELECT iteration, max(reward) - min(reward) AS spread
-  FROM (SELECT iteration, group_id, {judged("scalars")} FROM scalars) GROUP BY iteration, group_id HAVING count(*) > 1
+  FROM (SELECT iteration, group_id, {reward_or_null("scalars")} FROM scalars)
+  GROUP BY iteration, group_id HAVING count(*) > 1
 ) GROUP BY 1 ORDER BY 1"""
 
 _EVALUATIONS: Final = """
@@ -324,11 +325,11 @@ def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list
     for source in SOURCES:
         if source.needs <= tables and source.unless not in tables:
             for chart, line in _lines(connection, source):
-                found.setdefault(chart, []).append(thin(line, points).payload())
+                found.setdefault(chart, []).append(downsample(line, points).payload())
     stacks = {"lags": lags(connection) if "scalars" in tables else [], "stages": stage_times(connection)}
     for chart, areas in stacks.items():
         if areas:
-            found[chart] = [_without_band(thin(area, points)).payload() for area in areas]
+            found[chart] = [_without_band(downsample(area, points)).payload() for area in areas]
     return found
 
 

@@ -23,7 +23,7 @@ UNSET: Final = "—"
 SPLITS: Final = {"prompts": "that are trained on", "eval_prompts": "held out"}
 
 
-def makers_of(connection: duckdb.DuckDBPyConnection) -> dict[str, list[str]]:
+def code_and_hosts(connection: duckdb.DuckDBPyConnection) -> dict[str, list[str]]:
     """The code versions and hosts that made a run's commits, in order of first use.
 
     Queries the view `commits`, which does not read every commit of a long run.
@@ -47,12 +47,12 @@ def dropped_prompts(connection: duckdb.DuckDBPyConnection) -> Table:
 
 
 def run_facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """All facts of the page about a run; `head` is its last commit, `makers` see `makers_of`."""
+    """All facts of the page about a run; `head` is its last commit, `makers` see `code_and_hosts`."""
     return {
         "name": run.name,
         "flow": run.record.flow,
         "label": label(run),
-        "state": state(run, head),
+        "state": progress_text(run, head),
         "facts": _facts(run, head, makers),
         "starts": starts(run),
         "segments": [["from iteration", "iterations", "written"], *(_segment(s) for s in run.segments)],
@@ -69,20 +69,14 @@ def label(run: Run) -> str:
     return f"{origin} (counterfactual)" if origin.counterfactual else str(origin)
 
 
-def state(run: Run, head: IterationCommit | None) -> str:
+def progress_text(run: Run, head: IterationCommit | None) -> str:
     """The run's progress in iterations."""
     if head is None:
         return "Nothing is committed yet: there are no curves and no samples to show."
-    planned, done = planned_iterations(run), head.iteration + 1
-    if planned and done < planned:
-        return f"Unfinished: {done} of {planned} iterations are committed."
+    done = head.iteration + 1
+    if run.planned and done < run.planned:
+        return f"Unfinished: {done} of {run.planned} iterations are committed."
     return f"Finished: {done} {'iteration' if done == 1 else 'iterations'}."
-
-
-def planned_iterations(run: Run) -> int:
-    """The iterations in the recipe; 0 if it has no such field."""
-    recipe = run.segments[-1].recipe if run.segments else {}
-    return int(recipe.get("schedule", {}).get("iterations", 0))
 
 
 def _facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence[str]]) -> Table:
@@ -91,13 +85,13 @@ def _facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence
         ["store", run.store.url],
         ["flow", run.record.flow],
         ["seed", str(run.record.seed)],
-        ["created", f"{moment(made.committed)} on {made.host}"],
-        ["code", ", ".join(distinct([made.code_version, *makers.get("code_version", ())]))],
+        ["created", f"{utc_text(made.committed)} on {made.host}"],
+        ["code", ", ".join(dict.fromkeys([made.code_version, *makers.get("code_version", ())]))],
     ]
     if head is not None:
         rows += [
             ["hosts", ", ".join(makers["host"])],
-            ["last commit", f"iteration {head.iteration}, {moment(head.provenance.committed)}"],
+            ["last commit", f"iteration {head.iteration}, {utc_text(head.provenance.committed)}"],
             ["weights", f"version {head.weights.version}" + ("" if head.weights.written else ", not written")],
             ["newest checkpoint", f"version {head.checkpoint.version}" if head.checkpoint else "none"],
             ["SHA-256 of the head", run.digest_before(head.iteration + 1)],
@@ -108,14 +102,14 @@ def _facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence
 def starts(run: Run) -> Table:
     """Every start of the flow on this run, the newest first."""
     owners = read_owners(run)[: -MOST - 1 : -1]
-    rows = [[str(o.n), moment(o.started), o.host, str(o.pid), o.prefect_flow_run_id or UNSET] for o in owners]
+    rows = [[str(o.n), utc_text(o.started), o.host, str(o.pid), o.prefect_flow_run_id or UNSET] for o in owners]
     return [["start", "when", "host", "process", "Prefect flow run"], *rows]
 
 
 def log_rows(run: Run) -> Table:
-    """Who changed the run and how, the newest first."""
+    """The lines of the run's log, the newest first."""
     lines = read_log(run.store, run.name)[: -MOST - 1 : -1]
-    rows = [[moment(line.time), line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
+    rows = [[utc_text(line.time), line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
     return [["when", "what", "who", "details"], *rows]
 
 
@@ -125,10 +119,10 @@ def _details(details: Mapping[str, Any]) -> str:
 
 def _segment(segment: Segment) -> list[str]:
     iterations = segment.recipe.get("schedule", {}).get("iterations", 1)
-    return [str(segment.from_iteration), str(iterations), moment(segment.provenance.committed)]
+    return [str(segment.from_iteration), str(iterations), utc_text(segment.provenance.committed)]
 
 
-def moment(time: str) -> str:
+def utc_text(time: str) -> str:
     """A recorded time to the second, UTC."""
     return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
@@ -144,13 +138,8 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> Table:
     if len(runs) < 2:
         return []
     recipes = [run["recipe"] for run in runs]
-    fields = distinct([field for recipe in recipes for field in recipe])
+    fields = dict.fromkeys(field for recipe in recipes for field in recipe)
     rows = [[field, *(recipe.get(field, UNSET) for recipe in recipes)] for field in fields]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     names = ["field", *(run["name"] for run in runs)]
     return [names, *sorted(differing, key=lambda row: UNSET in row)]  # fields that all runs have come first
-
-
-def distinct(values: Sequence[str]) -> list[str]:
-    """Each value once, in order of first occurrence."""
-    return list(dict.fromkeys(values))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
 
-from areal_tasks.report.cost import cost_facts, cost_of, spent_of, stage_rows, time_payload
+from areal_tasks.report.cost import cost_facts, cost_of, stage_rows, time_payload, time_spent
 from areal_tasks.report.curves import CHARTS, curves
-from areal_tasks.report.facts import differences, dropped_prompts, makers_of, moment, run_facts
-from areal_tasks.report.samples import available, encode_sample, pick, read_samples
+from areal_tasks.report.facts import code_and_hosts, differences, dropped_prompts, run_facts, utc_text
+from areal_tasks.report.samples import choose_samples, count_samples, encode_sample, read_samples
 from areal_tasks.report.tokens import vocabulary
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
@@ -69,7 +69,7 @@ def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int
     catalogs = [Catalog(load_run(store, name)) for name in names]
     points = max(FEWEST_POINTS, POINTS // len(names))
     runs = [_run_data(store, catalog, points, samples) for catalog in catalogs]
-    page = {"made": moment(now()), "charts": [chart.__dict__ for chart in CHARTS]}
+    page = {"made": utc_text(now()), "charts": [chart.__dict__ for chart in CHARTS]}
     payload: Payload = {**page, "differences": differences(runs), "runs": runs}
     _fit(payload, max_bytes)
     return Report(payload, sum(len(run["samples"]) for run in runs), sum(run["available"] for run in runs))
@@ -89,9 +89,11 @@ def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payl
     if head is None:
         return run_facts(catalog.run, None, {}) | nothing
     with Session(store, catalog.run.name) as session:
-        makers, dropped, cost = session.ask(lambda c: (makers_of(c), dropped_prompts(c), cost_of(c, catalog.run.name)))
-        spent = session.ask(spent_of)
-        lines, picked, count = session.ask(lambda c: (curves(c, points), pick(c, samples), available(c)))
+        makers, dropped, cost = session.ask(
+            lambda c: (code_and_hosts(c), dropped_prompts(c), cost_of(c, catalog.run.name))
+        )
+        spent = session.ask(time_spent)
+        lines, picked, count = session.ask(lambda c: (curves(c, points), choose_samples(c, samples), count_samples(c)))
     facts = run_facts(catalog.run, head, makers)
     facts["facts"] += dropped
     rows, problems = read_samples(catalog, picked)
@@ -124,7 +126,7 @@ def _fit(payload: Payload, max_bytes: int) -> None:
 
 
 def fitting(samples: Sequence[Payload], texts: dict[int, str], room: int) -> tuple[list[Payload], dict[int, str]]:
-    """As many samples from the beginning as fit into `room` bytes together with the texts of their tokens."""
+    """The first samples, as many as fit into `room` bytes together with the texts of their tokens, and these texts."""
     kept: list[Payload] = []
     known: dict[int, str] = {}
     for sample in samples:

@@ -20,7 +20,7 @@ from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, TableRef
 from schemas.tables import TABLES
-from schemas.views import judged
+from schemas.views import reward_or_null
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Key:
     sample_id: str
 
 
-Picked = dict[Key, list[str]]  # sample -> why it was chosen
+ChosenSamples = dict[Key, list[str]]  # sample -> why it was chosen
 
 #: Query per table for the columns that the choices below use. A run has trained samples, evaluations, or both.
 _CANDIDATES: Final = {
     "scalars": f"SELECT iteration, -1 AS version, sample_id, group_id, sample_index, verdict,"
-    f" num_generated AS length, {judged('scalars')} FROM scalars",
+    f" num_generated AS length, {reward_or_null('scalars')} FROM scalars",
     "evaluate": "SELECT iteration, weights_version AS version, sample_id, group_id, sample_index, verdict,"
-    f" num_generated AS length, {judged('evaluate')} FROM evaluate",
+    f" num_generated AS length, {reward_or_null('evaluate')} FROM evaluate",
     "batch": "SELECT iteration, -1 AS version, sample_id, prompt_id AS group_id, 0 AS sample_index, '' AS verdict,"
     " num_tokens AS length, NULL::float AS reward FROM batch",
 }
@@ -77,10 +77,10 @@ _CHOICES: Final = {
 EVALUATION_SHARE: Final = 0.2  # of the samples, where a run trains and evaluates
 
 
-def pick(connection: duckdb.DuckDBPyConnection, count: int) -> Picked:
-    """At most `count` samples of a run, ordered so that any first part of it is a balanced choice, too."""
+def choose_samples(connection: duckdb.DuckDBPyConnection, count: int) -> ChosenSamples:
+    """At most `count` samples of a run, ordered so that any first part of them is a balanced choice too."""
     tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()
-    picked = [_pick_from(connection, table, number) for table, number in quotas(tables, count).items()]
+    picked = [_choose_from(connection, table, number) for table, number in quotas(tables, count).items()]
     return dict(item for items in zip_longest(*(p.items() for p in picked)) for item in items if item is not None)
 
 
@@ -92,14 +92,14 @@ def quotas(tables: Set[str], count: int) -> dict[str, int]:
     return dict.fromkeys(sorted(tables), count)
 
 
-def available(connection: duckdb.DuckDBPyConnection) -> int:
+def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
     """How many samples the run has."""
     tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()
     counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0] for table in sorted(tables)]
     return sum(counts)
 
 
-def _pick_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) -> Picked:
+def _choose_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) -> ChosenSamples:
     chosen: dict[str, list[Key]] = {}
     left = count
     for choice, (share, source) in _CHOICES.items():
@@ -114,9 +114,9 @@ def _keys(connection: duckdb.DuckDBPyConnection, table: str, source: str, limit:
     return [Key(table, *row) for row in connection.execute(query).fetchall()]
 
 
-def _merged(chosen: dict[str, list[Key]], count: int) -> Picked:
+def _merged(chosen: dict[str, list[Key]], count: int) -> ChosenSamples:
     """One of each choice in turn, until there are `count`; a sample chosen twice has two reasons."""
-    found: Picked = {}
+    found: ChosenSamples = {}
     for choice, key in _in_turn(chosen):
         if key in found and choice != "random":
             found[key].append(choice)
@@ -166,7 +166,7 @@ _NUMBERS: Final = (
 )
 
 
-def read_samples(catalog: Catalog, picked: Picked) -> tuple[list[tuple[Key, Row]], list[str]]:
+def read_samples(catalog: Catalog, picked: ChosenSamples) -> tuple[list[tuple[Key, Row]], list[str]]:
     """The rows of `picked`, in its order, and messages about iterations that could not be read."""
     places = sorted({(key.table, key.iteration) for key in picked})
     results = parallel(lambda place: _read_place(catalog, picked, *place), places, threads=4)
@@ -175,7 +175,7 @@ def read_samples(catalog: Catalog, picked: Picked) -> tuple[list[tuple[Key, Row]
     return [(key, rows[key]) for key in picked if key in rows], problems
 
 
-def _read_place(catalog: Catalog, picked: Picked, table: str, iteration: int) -> tuple[dict[Key, Row], str]:
+def _read_place(catalog: Catalog, picked: ChosenSamples, table: str, iteration: int) -> tuple[dict[Key, Row], str]:
     keys = {key for key in picked if (key.table, key.iteration) == (table, iteration)}
     try:
         return _read_iteration(catalog, table, iteration, keys), ""
@@ -216,12 +216,12 @@ def _rows(catalog: Catalog, ref: TableRef, wanted: pa.Array, columns: Sequence[s
     try:
         table = read_table(store, ref, columns)
     except ValueError:  # written by an earlier version, with fewer columns
-        table = read_table(store, ref, [name for name in columns if name in _written(store, ref)])
+        table = read_table(store, ref, [name for name in columns if name in _columns_in_store(store, ref)])
     rows: list[Row] = table.filter(pc.is_in(table["sample_id"], value_set=wanted)).to_pylist()
     return rows
 
 
-def _written(store: Store, ref: TableRef) -> list[str]:
+def _columns_in_store(store: Store, ref: TableRef) -> list[str]:
     filesystem, root = store.arrow()
     names: list[str] = pq.read_schema(f"{root}/{ref.shards[0].path}", filesystem=filesystem).names
     return names
@@ -254,7 +254,7 @@ def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     there = {short: row[name] for name, short in _PER_TOKEN.items() if name in row}
     columns = {short: encode_column([values[i] for i in generated]) for short, values in there.items()}
     left_out = {"cut": [MAX_TOKENS * 3 // 4, len(ids) - MAX_TOKENS]} if len(ids) > MAX_TOKENS else {}
-    return {"ids": [ids[i] for i in kept], "own": stretches(mask), **columns, **left_out}
+    return {"ids": [ids[i] for i in kept], "own": runs_of_true(mask), **columns, **left_out}
 
 
 def _kept(length: int, most: int) -> list[int]:
@@ -263,7 +263,7 @@ def _kept(length: int, most: int) -> list[int]:
     return [*range(most * 3 // 4), *range(length - most // 4, length)]
 
 
-def stretches(mask: Sequence[bool]) -> list[list[int]]:
+def runs_of_true(mask: Sequence[bool]) -> list[list[int]]:
     """[start, length] of each run of True."""
     found: list[list[int]] = []
     for i, own in enumerate(mask):

@@ -1,7 +1,7 @@
 """The process that loads the verifier once and forks the workers, so that a new worker takes milliseconds.
 
-It replaces that of `multiprocessing`, which imports the caller's `__main__` (a whole flow) again in every worker, is
-shared by the process, and survives when a pool is closed.
+The forkserver of `multiprocessing` does not fit: it imports the caller's `__main__` (a whole flow) again in every
+worker, there is one per process, and it survives when a pool is closed.
 
 Its parent sends commands over a SOCK_SEQPACKET socket: `fork` (with the worker's end of a channel), or a process id to
 kill; it reports `ready` or `failed`, `started` and `exited`. When the socket closes, the parent has ended or closed the
@@ -112,7 +112,7 @@ def _text(text: object) -> str:
     return str(text)[:MAX_TEXT].encode("utf-8", "replace").decode()
 
 
-def leave(status: int) -> None:
+def exit_process(status: int) -> None:
     """Ends a forked process without running its parent's exit handlers."""
     sys.stderr.flush()
     os._exit(status)
@@ -195,7 +195,7 @@ class _Server:
             serve(channel, self.verifier, self.memory_mb)
             status = 0
         finally:
-            leave(status)
+            exit_process(status)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):

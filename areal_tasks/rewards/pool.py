@@ -62,8 +62,12 @@ class Job:
                 self._collect()
                 self._expire()
 
-    def interrupted(self, error: ConnectionError, workers: list[Worker]) -> None:
-        """The forkserver was lost. After more than `MAX_LOSSES` in a row, rows in progress fail; raises without any."""
+    def forkserver_lost(self, error: ConnectionError, workers: list[Worker]) -> None:
+        """Handle the loss of the forkserver. After `MAX_LOSSES` in a row, rows in progress fail at the next one.
+
+        Raises:
+            ConnectionError: `error`, if there were more than `MAX_LOSSES` in a row and no row is in progress.
+        """
         self.losses = 1 if len(self.results) > self.known else self.losses + 1
         if self.losses > MAX_LOSSES:
             blamed = [worker for worker in workers if worker.rows]
@@ -201,7 +205,7 @@ class VerifyResult:
     seconds: float
 
 
-def unverified(reward: Reward) -> frozenset[str]:
+def unverified_verdicts(reward: Reward) -> frozenset[str]:
     """The verdicts without a judgement: `on_unverified` decides how these samples are treated."""
     return frozenset({"error"} if reward.timeout_reward is not None else {"timeout", "error"})
 
@@ -267,7 +271,7 @@ class VerifierPool:
         try:
             job.run(self._start(), self._workers)
         except ConnectionError as error:
-            job.interrupted(error, self._workers)
+            job.forkserver_lost(error, self._workers)
             self._stop()
 
     def _start(self) -> Forkserver:
@@ -319,6 +323,6 @@ class VerifierPool:
             return self.settings.unparseable_reward
         if result.verdict == "timeout" and self.settings.timeout_reward is not None:
             return self.settings.timeout_reward
-        if result.verdict in unverified(self.settings):
+        if result.verdict in unverified_verdicts(self.settings):
             return self.settings.unverified_reward if self.settings.on_unverified == "reward" else math.nan
         return result.reward

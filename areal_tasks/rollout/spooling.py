@@ -63,7 +63,7 @@ class Writer:
         groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
         written: list[SpoolRecord] = []
         for place in count(n):  # an unconfirmed put may have left an earlier attempt at this place
-            record = spool.append(
+            record = spool.append_groups(
                 self.store, self.run, start, place, self.owner, attempt=attempt, finished=groups,
                 rejected=tuple(rejected), tables=tables,
             )  # fmt: skip

@@ -9,12 +9,13 @@ import pyarrow as pa
 import torch
 
 from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
-from areal_tasks.data.ragged import Flat, flat, lengths, ragged, spread
+from areal_tasks.data.ragged import Flat, flat, lengths, ragged, scatter
 from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.recipe.derived import same_policy
 from schemas.recipe.recipe import RlhfRecipe
-from schemas.recipe.sections import Grpo, Reward
+from schemas.recipe.sections import Reward
+from schemas.recipe.training import Grpo
 from schemas.tables import ADVANTAGE
 
 
@@ -80,8 +81,8 @@ def advantage_table(read: Mapping[str, pa.Table], algorithm: Grpo, reward: Rewar
     return pa.table(
         {
             "sample_id": rollout["sample_id"],
-            "advantages": ragged(spread(result.advantages.numpy(), mask), sizes, ADVANTAGE.field("advantages").type),
-            "returns": ragged(spread(result.returns.numpy(), mask), sizes, ADVANTAGE.field("returns").type),
+            "advantages": ragged(scatter(result.advantages.numpy(), mask), sizes, ADVANTAGE.field("advantages").type),
+            "returns": ragged(scatter(result.returns.numpy(), mask), sizes, ADVANTAGE.field("returns").type),
             "shaped_reward": pa.array(result.shaped_reward.numpy(), pa.float32()),
             "kept": pa.array(kept),
             "dropped_reason": pa.array(reasons, pa.string()),

@@ -17,7 +17,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.commit import commit_once, new_attempt
 from areal_tasks.store.keys import combine_digests, recipe_values, stage_key
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.runs import Found, stage_ref
+from areal_tasks.store.runs import CommittedStage, stage_ref
 from areal_tasks.store.shards import write_table
 from schemas.manifest import InputRef, IterationCommit, StageManifest, StageRef, TableRef
 
@@ -70,13 +70,13 @@ def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
     return None if found is None else Built(found.manifest, found.ref, reused=True)
 
 
-def _own(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
+def _own(stage: Stage, context: Context, inputs: Inputs) -> CommittedStage | None:
     of_before = (key_of(stage, context, inputs, one) for one in _predecessors(stage, context)[1:])
     found = (context.run.find_stage(context.iteration, stage.name, key) for key in chain([inputs.key], of_before))
     return next(filter(None, found), None)
 
 
-def _recorded(stage: Stage, context: Context, inputs: Inputs) -> Found | None:
+def _recorded(stage: Stage, context: Context, inputs: Inputs) -> CommittedStage | None:
     """The result in the run that is replayed. The keys of its source stages contain what preceded them there."""
     recorded = context.recorded
     if recorded is None:

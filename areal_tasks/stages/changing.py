@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from areal_tasks.store.changes import describe, waiting_changes
-from areal_tasks.store.history.journal import Details, append
+from areal_tasks.store.changes import describe, pending_changes
+from areal_tasks.store.history.journal import Details, append_log
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import Change
@@ -26,7 +26,7 @@ class Changes:
 
     def apply(self, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
         """The run and its newest recipe with the changes that wait, in force from iteration `first` on."""
-        for change in waiting_changes(run.store, run.name, run.segments):
+        for change in pending_changes(run.store, run.name, run.segments):
             if change.n > self._refused:
                 run, recipe = self._apply(change, run, recipe, first)
         return run, recipe
@@ -54,4 +54,4 @@ def note(run: Run, action: str, change: Change, details: Details) -> None:
         "change": change.n,
         "by": f"{change.user}@{change.host}",
     } | change.values
-    append(run.store, run.name, action, {**asked, **details})
+    append_log(run.store, run.name, action, {**asked, **details})

@@ -20,7 +20,7 @@ from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
-from areal_tasks.store.runs import Found
+from areal_tasks.store.runs import CommittedStage
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext, load_workflow, samples_to_table
 from schemas.manifest import InputRef
@@ -119,7 +119,7 @@ async def run_groups(
         workflow.close()
 
 
-def recorded_samples(context: Context, source: Found) -> pa.Table:
+def recorded_samples(context: Context, source: CommittedStage) -> pa.Table:
     """The recorded completions without their verdicts."""
     return read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)
 

@@ -29,7 +29,7 @@ from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.evaluations import EVALUATING, evaluated_weights, evaluating
+from areal_tasks.store.evaluations import EVALUATING, evaluated_weights, pending_evaluation
 from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
@@ -277,7 +277,7 @@ class Loop:
     def _missing_evaluation(self, once: Mapping[str, Built]) -> Job | None:
         """The evaluation that was under way at the last commit, which no commit names. That of a parent is its own."""
         head, initial = self.head, self.engines.initial
-        if head is None or head.run != self.run.name or (k := evaluating(head)) is None or initial is None:
+        if head is None or head.run != self.run.name or (k := pending_evaluation(head)) is None or initial is None:
             return None
         weights, held = evaluated_weights(self.run, k, initial)
         if not held.written:

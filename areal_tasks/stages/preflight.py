@@ -19,11 +19,11 @@ from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin, check_forkable, inherit_model
 from areal_tasks.store.objects.local import unusable
-from areal_tasks.store.opening import Stored, find_stored
+from areal_tasks.store.opening import StoredRun, read_stored_run
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
-from schemas.recipe.load import first_name, warm_start
+from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 from schemas.recipe.sources import source_kind
 
@@ -74,7 +74,7 @@ class Checked:
 
     recipe: Recipe
     kept: Mapping[str, Any]
-    stored: Stored
+    stored: StoredRun
     origin: Origin | None
 
 
@@ -92,16 +92,16 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
             or model, data, or the module of the verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None
-    stored = find_stored(store, name) if name else Stored(store, name)
+    stored = read_stored_run(store, name) if name else StoredRun(store, name)
     origin = origin or stored.fork
     if origin is not None and origin.kind == "fork":
         recipe = _forked(recipe, stored, origin)
     elif isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
         first, recipe = warm_start(recipe, name)
-    recipe, kept = stored.continued(recipe)
+    recipe, kept = stored.recipe_to_continue(recipe)
     stored.check(recipe, origin)
     if first is not None:
-        check_inputs(first, first_name(name) if name else "")
+        check_inputs(first, sft_run_name(name) if name else "")
     if stored.record is None and origin is None:
         _check_sources(recipe, store, first is None)
     if not isinstance(recipe, SftRecipe):
@@ -109,7 +109,7 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     return Checked(recipe, kept, stored, origin)
 
 
-def _forked(recipe: Recipe, stored: Stored, origin: Origin) -> Recipe:
+def _forked(recipe: Recipe, stored: StoredRun, origin: Origin) -> Recipe:
     parent = load_run(stored.store, origin.parent)
     if stored.record is None:
         check_forkable(parent, origin.iteration)

@@ -18,9 +18,9 @@ from areal_tasks.stages.loop import Loop
 from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.evaluations import stages_of
-from areal_tasks.store.fork import LIFTED_GAP, Origin, ReplayStart, find_reference, origin_of, parent_values
+from areal_tasks.store.fork import MAX_LOGPROB_GAP, Origin, ReplayStart, find_reference, origin_of, parent_values
 from areal_tasks.store.keys import semantic_values
-from areal_tasks.store.runs import Found, Run
+from areal_tasks.store.runs import CommittedStage, Run
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageRef, WeightsRef
 from schemas.recipe.load import apply_overrides, parse_recipe
@@ -59,21 +59,21 @@ class Recorded:
             return []
         return [before[stage.name].sha256, self.commit.previous]
 
-    def rejudged(self) -> Found | None:
+    def rejudged(self) -> CommittedStage | None:
         """The recorded evaluation, if the replay verifies its completions again."""
         if self.rebuilt != "evaluate":
             return None
         ref = next(ref for ref in stages_of(self.run, self.commit) if ref.stage == "evaluate")
-        return Found(self.run.read_stage(ref), ref)
+        return CommittedStage(self.run.read_stage(ref), ref)
 
-    def find(self, stage: str, key: str) -> Found | None:
+    def find(self, stage: str, key: str) -> CommittedStage | None:
         """The recorded result to reuse for this stage and key."""
         if stage == self.rebuilt:
             return None
         named = stages_of(self.run, self.commit)
         fitting = (r for r in named if r.stage == stage and (r.key == key or stage in self.kept))
         ref = next(fitting, None)
-        return None if ref is None else Found(self.run.read_stage(ref), ref)
+        return None if ref is None else CommittedStage(self.run.read_stage(ref), ref)
 
 
 def stage_at(recipe: Recipe, name: str) -> str:
@@ -202,7 +202,7 @@ def _changed(original: Run, origin: Origin, first: int, changes: Sequence[str]) 
 
 
 def _lifted(recipe: Recipe) -> list[str]:
-    return [f"algorithm.max_logprob_gap={LIFTED_GAP}"] if isinstance(recipe, RlhfRecipe) else []
+    return [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if isinstance(recipe, RlhfRecipe) else []
 
 
 def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_tasks.rewards.load import verifier_version
-from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified
+from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified_verdicts
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.judging import judged_with
 from areal_tasks.stages.progress import reported
@@ -98,7 +98,7 @@ def verdict_shares(results: Sequence[VerifyResult]) -> dict[str, float]:
 
 def check_failures(results: Sequence[VerifyResult], reward: Reward) -> None:
     """UserError if the share of samples that could not be verified exceeds `reward.max_unverified`."""
-    failed = [result for result in results if result.verdict in unverified(reward)]
+    failed = [result for result in results if result.verdict in unverified_verdicts(reward)]
     if len(failed) > reward.max_unverified * len(results):
         raise UserError(
             f"{len(failed) / len(results):.0%} of the completions could not be verified (reward.max_unverified = "

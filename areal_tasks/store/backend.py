@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from areal_tasks.store.under_way import LEDGER
+from areal_tasks.store.in_flight import LEDGER
 from schemas.errors import UserError
 from schemas.recipe.sources import holds_credentials
 
@@ -43,7 +43,7 @@ class Missing(StoreError):
         super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store)?")
 
 
-class Newer(StoreError):
+class NewerSchema(StoreError):
     """A newer version of this program wrote this record: it is not damaged."""
 
     def __init__(self, where: str, version: int, known: int) -> None:
@@ -56,8 +56,8 @@ class Exists(Exception):
     """The object exists already, so that `create` did nothing."""
 
 
-def recorded(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of a store that the ledger lists while it runs."""
+def tracked(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation of a store, which the ledger of `in_flight` lists while it runs."""
 
     @wraps(operation)
     def run(store: Store, path: str, *arguments: Any) -> Any:
@@ -68,16 +68,16 @@ def recorded(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Store(ABC):
-    """A store at a URL. Every failure is a `StoreError`. `RECORDED` operations are listed in the ledger."""
+    """A store at a URL. Every failure is a `StoreError`. The ledger of `in_flight` lists `TRACKED` ones."""
 
-    RECORDED: ClassVar = ("read", "create", "settle", "put_file", "put_pieces", "fetch_file", "size", "children")
+    TRACKED: ClassVar = ("read", "create", "make_durable", "put_file", "put_pieces", "fetch_file", "size", "children")
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def __init_subclass__(cls) -> None:
-        for name in cls.RECORDED:
-            setattr(cls, name, recorded(getattr(cls, name)))
+        for name in cls.TRACKED:
+            setattr(cls, name, tracked(getattr(cls, name)))
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -88,7 +88,7 @@ class Store(ABC):
         """Write a whole object if there is none; else `Exists`. Readers see all of it or nothing."""
 
     @abstractmethod
-    def settle(self, path: str) -> None:
+    def make_durable(self, path: str) -> None:
         """Make a created object, and all that was written before it, survive a power cut."""
 
     @abstractmethod

@@ -48,7 +48,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class Region:
-    """The iterations from `first` to before `stop`, with the compaction that covers exactly them, if there is one."""
+    """A range of iterations, `first` to `stop` - 1, with the compaction that covers exactly them, if there is one."""
 
     run: Run
     first: int

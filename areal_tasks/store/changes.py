@@ -1,7 +1,7 @@
-"""Changes of a run in progress: `arealflow set` asks for them, and the run's flow puts them into force.
+"""Changes of a run in progress: `arealflow set` requests them, and the run's flow applies them.
 
-A request is a record `changes/<n>.json`, numbered without gaps. Only the owner of the run appends segments: one for
-each change, in order, which contains the change and is in force from an iteration on that has begun nothing yet.
+A request is a record `changes/<n>.json`, numbered without gaps. Only the owner of the run appends segments: one per
+change, in order. The segment contains the change and applies from an iteration of which no stage has started.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
-from areal_tasks.store.history.journal import user
+from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.provenance import now
 from schemas.manifest import Change, ChangeRecord, Segment
 from schemas.recipe.recorded import read_recorded, value_at
 
 
 def last_change(segments: Sequence[Segment]) -> int:
-    """The number of the last change that segments have put into force; 0 if there was none."""
+    """The number of the last change that a segment applies; 0 if there was none."""
     return max((segment.change.n for segment in segments if segment.change), default=0)
 
 
 def changed_fields(segments: Sequence[Segment]) -> list[str]:
-    """The fields that changes have set, by dotted path."""
+    """The dotted paths of the fields that changes have set."""
     return sorted({path for segment in segments if segment.change for path in segment.change.values})
 
 
@@ -37,21 +37,21 @@ def changed_values(segments: Sequence[Segment]) -> dict[str, Any]:
 
 
 def find_change(store: Store, run: str, n: int) -> Change | None:
-    """The n-th change that was asked for; None if there are not so many."""
+    """The n-th requested change; None if there are fewer."""
     record = find_record(store, paths.change(run, n), ChangeRecord)
     return record.change if record else None
 
 
-def waiting_changes(store: Store, run: str, segments: Sequence[Segment]) -> Iterator[Change]:
-    """The changes that no segment has put into force yet, in order."""
+def pending_changes(store: Store, run: str, segments: Sequence[Segment]) -> Iterator[Change]:
+    """The requested changes that no segment applies yet, in order."""
     n = last_change(segments)
     while (change := find_change(store, run, n := n + 1)) is not None:
         yield change
 
 
-def ask(store: Store, run: str, n: int, values: Mapping[str, Any]) -> Change | None:
-    """Ask for a change as the n-th; None if another one was the n-th."""
-    change = Change(n=n, values=dict(values), user=user(), host=socket.gethostname(), time=now())
+def request_change(store: Store, run: str, n: int, values: Mapping[str, Any]) -> Change | None:
+    """Record a request as the n-th change; None if another process has recorded the n-th."""
+    change = Change(n=n, values=dict(values), user=current_user(), host=socket.gethostname(), time=now())
     record = ChangeRecord(attempt=new_attempt(), change=change)
     _, mine = commit_once(store, paths.change(run, n), record)
     return change if mine else None

@@ -10,11 +10,11 @@ from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
-from areal_tasks.store.backend import Exists, Missing, Newer, Store, StoreError, damaged
-from schemas.manifest import SCHEMA_VERSION, Claimed, StoredRecord, is_sealed, seal_holds
+from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
+from schemas.manifest import SCHEMA_VERSION, ClaimedRecord, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
-C = TypeVar("C", bound=Claimed)
+C = TypeVar("C", bound=ClaimedRecord)
 
 _RESTORE: Final = "Restore this file from a backup; every other iteration is unharmed."
 
@@ -37,10 +37,10 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
         store.create(path, record.encode())
         return record, True
     except Exists:
-        there = decode(store, path, type(record), store.read(path))
+        existing = decode(store, path, type(record), store.read(path))
     except StoreError as error:
-        there = _read_back(store, path, record, error)
-    return there, there.attempt == record.attempt
+        existing = _read_back(store, path, record, error)
+    return existing, existing.attempt == record.attempt
 
 
 def append_record(store: Store, path: Callable[[int], str], n: int, make: Callable[[int], C]) -> C:
@@ -101,10 +101,10 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
         record = model.parse(data)
     except ValidationError as error:
         if (version := _schema_version(data)) > SCHEMA_VERSION:
-            raise Newer(store.uri(path), version, SCHEMA_VERSION) from error
+            raise NewerSchema(store.uri(path), version, SCHEMA_VERSION) from error
         raise StoreError(_explain(store.uri(path), error)) from error
     if record.schema_version > SCHEMA_VERSION:  # its fields may be the same and mean something else
-        raise Newer(store.uri(path), record.schema_version, SCHEMA_VERSION)
+        raise NewerSchema(store.uri(path), record.schema_version, SCHEMA_VERSION)
     if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
         raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
     return record

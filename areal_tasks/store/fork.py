@@ -1,7 +1,7 @@
 """Children of runs: a fork shares its parent's history up to an iteration; a replay rebuilds it from its tables.
 
-Nothing is copied. A child first leaves a reference in its parent, so that `gc` keeps what the child needs, and is
-created only then.
+Nothing is copied. First a reference is written into the parent, so that `gc` keeps what the child needs; then the child
+is created.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Missing, Newer, Store, StoreError, Unavailable, open_store
+from areal_tasks.store.backend import Missing, NewerSchema, Store, StoreError, Unavailable, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.files import newest_written, read_weights
 from areal_tasks.store.objects.inventory import check_file, check_size
 from areal_tasks.store.parallel import parallel
@@ -33,9 +33,8 @@ R = TypeVar("R", bound=BaseRecipe)
 
 _FORK: Final = re.compile(r"(?P<parent>[^@]+)@(?P<iteration>\d+)")
 #: The maximum of `algorithm.max_logprob_gap`, in nats. A replay that keeps rollouts of other weights uses it.
-LIFTED_GAP: Final = 100.0
-_BEGINNING: Final = ("path", "scratch", "warm_start")  # fields of `model` that determine version 0
-
+MAX_LOGPROB_GAP: Final = 100.0
+_INITIAL_WEIGHTS: Final = ("path", "scratch", "warm_start")  # fields of `model` that determine version 0
 
 #: The first stage that a replay builds, and the last one; "": all that follow.
 ReplayStart = Literal["verify", "advantage", "train"]
@@ -89,7 +88,7 @@ def read_fork(text: str) -> Origin:
 
 
 def check_origin(record: RunRecord, asked: Origin | None) -> None:
-    """UserError unless the existing run of `record` is the child that is asked for."""
+    """UserError unless the existing run of `record` has the requested origin (None: any that is no replay)."""
     own = origin_of(record)
     if asked is not None and own != asked:
         raise UserError(
@@ -103,7 +102,7 @@ def check_forkable(parent: Run, iteration: int) -> None:
     """UserError unless a fork of `parent` can begin at `iteration`."""
     if parent.record.flow == "evaluate":
         raise UserError(
-            f"Run {parent.name!r} is an evaluation: it has no iterations to go on from. To judge its completions by "
+            f"Run {parent.name!r} is an evaluation: it has no iterations to continue. To judge its completions by "
             f"another verifier: arealflow replay {parent.name} --from verify reward.verifier=… ; to evaluate with "
             "other settings or weights, run its recipe again under another name."
         )
@@ -117,15 +116,15 @@ def check_iteration(parent: Run, iteration: int) -> None:
         has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
         raise UserError(f"Run {parent.name!r} {has}: fork it at 0 to {committed}, not at {iteration}.")
     if iteration:
-        _check_trained(parent.maker(iteration - 1), iteration)
+        _check_trained(parent.run_of_iteration(iteration - 1), iteration)
 
 
 def _check_trained(run: Run, iteration: int) -> None:
     record = run.record
     if record.replay_until:
         raise UserError(
-            f"Run {run.name!r} is a replay that ends with {record.replay_until} and trained nothing, so no run can go "
-            f"on from its iteration {iteration}: replay it from train, or fork {record.parent!r}."
+            f"Run {run.name!r} is a replay that ends with {record.replay_until} and trained nothing, so no run can "
+            f"continue from its iteration {iteration}: replay it from train, or fork {record.parent!r}."
         )
 
 
@@ -150,10 +149,10 @@ def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
     if parent.record.flow != recipe.flow:
         raise UserError(f"Run {parent.name!r} belongs to the flow {parent.record.flow!r}, not {recipe.flow!r}.")
     own = type(recipe.model).model_validate(parent.recipe_at(iteration)["model"])
-    theirs = {name: getattr(own, name) for name in _BEGINNING}
-    asked = {name: getattr(recipe.model, name) for name in _BEGINNING}
+    theirs = {name: getattr(own, name) for name in _INITIAL_WEIGHTS}
+    asked = {name: getattr(recipe.model, name) for name in _INITIAL_WEIGHTS}
     if asked != theirs and not recipe.model.warm_start:
-        changed = ", ".join(f"model.{name}" for name in _BEGINNING if asked[name] != theirs[name])
+        changed = ", ".join(f"model.{name}" for name in _INITIAL_WEIGHTS if asked[name] != theirs[name])
         raise UserError(
             f"{changed}: a child begins with the initial weights of its parent {parent.name!r}. "
             "For another model start a run of its own."
@@ -176,39 +175,39 @@ def _max_gap(run: Run, k: int) -> float:
 
     The replay's own children generate with the weights that they train, so the bound must hold for them.
     """
-    maker = run.maker(k)
-    gap = float(maker.recipe_at(k)["algorithm"]["max_logprob_gap"])
-    original = maker.parent if maker.record.counterfactual and gap == LIFTED_GAP else None
+    origin_run = run.run_of_iteration(k)
+    gap = float(origin_run.recipe_at(k)["algorithm"]["max_logprob_gap"])
+    original = origin_run.parent if origin_run.record.counterfactual and gap == MAX_LOGPROB_GAP else None
     return gap if original is None else _max_gap(original, k)
 
 
-def leave_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:
+def write_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:
     """Record, for `gc`, that `child` needs the history of `parent` before `iteration`; an existing one may cover more.
 
     Raises:
-        UserError: a child of this name that has never begun left one that covers less.
+        UserError: there is one that covers less, of a child of this name that never started.
     """
     record = Reference(
         child=child, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
     )
-    there, _ = commit_once(store, paths.reference(parent, child), record)
-    if there.iteration < iteration:
+    existing, _ = commit_once(store, paths.reference(parent, child), record)
+    if existing.iteration < iteration:
         raise UserError(
-            f"Run {parent!r} keeps only the iterations before {there.iteration} for a child {child!r} that never "
-            f"began, and those before {iteration} are needed. Choose another name (run=NAME)."
+            f"Run {parent!r} keeps only the iterations before {existing.iteration} for a child {child!r} that never "
+            f"started, and this one needs those before {iteration}. Choose another name (run=NAME)."
         )
-    store.settle(paths.reference(parent, child))
-    return there
+    store.make_durable(paths.reference(parent, child))
+    return existing
 
 
 def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str) -> None:
-    """Write into the logs of parent and child that the child has begun."""
+    """Add a line about the new child to the logs of parent and child."""
     action = "forked" if origin.kind == "fork" else "replayed"
     details: dict[str, bool | int | float | str] = {"parent": origin.parent, "child": child, "at": origin.iteration}
     if origin.kind == "replay":
         details |= {"from": origin.replay_from, "counterfactual": origin.counterfactual}
     for run in (origin.parent, child):
-        append(store, run, action, details, prefect_flow_run_id=prefect_flow_run_id)
+        append_log(store, run, action, details, prefect_flow_run_id=prefect_flow_run_id)
 
 
 def find_reference(store: Store, parent: str, child: str) -> Reference | None:
@@ -219,7 +218,7 @@ def find_reference(store: Store, parent: str, child: str) -> Reference | None:
 # ── what the first start of a child loads ─────────────────────────────────────────────────────────────────────────────
 
 
-_ONCE: Final = ("initialise", "prompts")  # stages that are built once per run, whose tables every start reads
+_ONCE_PER_RUN: Final = ("initialise", "prompts")  # stages that are built once per run, whose tables every start reads
 
 
 def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
@@ -239,7 +238,7 @@ def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
         parallel(lambda file: check_size(parent.store, file), files)
         if refs:  # an engine will be started
             parallel(lambda shard: check_file(parent.store, shard), list(_shards(parent, origin.iteration)))
-    except (Unavailable, Newer):  # nothing has to be restored
+    except (Unavailable, NewerSchema):  # nothing has to be restored
         raise
     except StoreError as error:
         with suppress(StoreError):
@@ -280,7 +279,7 @@ def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
 def _shards(run: Run, iteration: int) -> Iterator[FileRef]:
     """The shards that every start reads, and those of the iterations since the checkpoint, which are retrained."""
     last = run.commit(max(iteration - 1, 0))
-    manifests = [run.read_stage(ref) for ref in last.stages if ref.stage in _ONCE]
+    manifests = [run.read_stage(ref) for ref in last.stages if ref.stage in _ONCE_PER_RUN]
     begin = last.checkpoint.version if last.checkpoint else 0
     for commit in (run.commit(k) for k in range(begin, iteration)):
         for train in (run.read_stage(ref) for ref in commit.stages if ref.stage == "train"):

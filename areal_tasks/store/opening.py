@@ -1,7 +1,6 @@
-"""What the store holds of a run when a start begins, read once, and whether a recipe may continue it.
+"""The state of a run in the store when its flow starts, read once, and whether a recipe may continue the run.
 
-A run's recipe is a list of segments, each of which is the same recipe with more iterations, or with what `arealflow
-set` has changed.
+A run's recipe is a list of segments: each is the same recipe with more iterations, or with a change by `arealflow set`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from areal_tasks.store.commit import find_record, read_record
 from areal_tasks.store.fork import Origin, check_origin, origin_of
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import end_of, missing_before
+from areal_tasks.store.search import checked_last_number, missing_before
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe
@@ -29,17 +28,17 @@ R = TypeVar("R", bound=BaseRecipe)
 Difference = dict[str, tuple[Any, Any]]  # field -> the run's value, the recipe's value
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
-LENGTH: Final = "schedule.iterations"
-_NOTHING: Final = "unset"
+ITERATIONS: Final = "schedule.iterations"
+_UNSET: Final = "unset"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What the store holds of a run; of a new one, nothing.
+class StoredRun:
+    """A run as the store has it; all fields of a new run are empty.
 
     Attributes:
-        owner: the number of its last owner.
-        head: the last commit of its own.
+        owner: the number of the last start of its flow.
+        head: its own last commit, not one of its parent.
     """
 
     store: Store
@@ -56,12 +55,13 @@ class Stored:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """What `arealflow set` has changed in the run, by dotted path."""
+        """The fields that `arealflow set` has changed in the run, with their values, by dotted path."""
         return changed_values(self.segments)
 
-    def continued(self, recipe: R) -> tuple[R, dict[str, Any]]:
-        """`recipe` for continuing the run: with what was `changed`, and with the run's recorded values where only a
-        default has changed since; and the latter, by dotted path. Unchanged for a new run.
+    def recipe_to_continue(self, recipe: R) -> tuple[R, dict[str, Any]]:
+        """`recipe` with the fields that `changed`, and with recorded values where only a default has changed since.
+
+        Returns the recipe, and these recorded values by dotted path. A new run's recipe is returned as it is.
         """
         if not self.segments or self.segments[-1].recipe.get("flow") != recipe.flow:
             return recipe, {}
@@ -72,15 +72,15 @@ class Stored:
         """UserError unless a start with this recipe and origin can continue the run, or the run is new."""
         if self.record is not None:
             check_origin(self.record, origin)
-            check_same(self.name, self.record.flow, recipe, self.segments)
+            check_same_recipe(self.name, self.record.flow, recipe, self.segments)
 
 
-def find_stored(store: Store, name: str) -> Stored:
-    """What the store holds of the run `name`. Changes nothing.
+def read_stored_run(store: Store, name: str) -> StoredRun:
+    """The run `name` as the store has it. Writes nothing.
 
     Raises:
-        UserError: the name is invalid, the run was removed, or a record is damaged, or missing although others show
-            that it existed.
+        UserError: the name is invalid; the run was removed; or a record is damaged, or is missing although later
+            records exist.
     """
     check_name(name)
     check_run_kept(store, name)
@@ -88,18 +88,18 @@ def find_stored(store: Store, name: str) -> Stored:
     if record is None:
         if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
             raise missing_before(store, paths.run_record(name))
-        return Stored(store, name)
-    last = end_of(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
-    owner = end_of(store, lambda n: paths.owner(name, n), 1)
+        return StoredRun(store, name)
+    last = checked_last_number(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
+    owner = checked_last_number(store, lambda n: paths.owner(name, n), 1)
     segments = read_segments(store, name)
     if last < record.parent_iteration:
-        return Stored(store, name, record, segments, owner)
+        return StoredRun(store, name, record, segments, owner)
     head = read_record(store, paths.iteration_commit(name, last), IterationCommit)
     if head.segment >= len(segments):
         raise missing_before(store, paths.segment(name, len(segments)))
     if head.provenance.owner > owner:
         raise missing_before(store, paths.owner(name, owner + 1))
-    return Stored(store, name, record, segments, owner, head)
+    return StoredRun(store, name, record, segments, owner, head)
 
 
 def check_name(name: str) -> None:
@@ -116,29 +116,29 @@ def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tu
     return tuple(segments)
 
 
-def check_same(name: str, flow: str, recipe: BaseRecipe, segments: tuple[Segment, ...]) -> None:
+def check_same_recipe(name: str, flow: str, recipe: BaseRecipe, segments: tuple[Segment, ...]) -> None:
     """UserError unless `recipe` can continue the run: the same flow, and equal semantic fields or more iterations."""
     if flow != recipe.flow:
         raise UserError(f"Run {name!r} belongs to the flow {flow!r}, not {recipe.flow!r}: {_remedy(name)}")
-    difference = compare(segments[-1], recipe) if segments else {}
-    if difference and not extends(difference):
+    difference = recipe_difference(segments[-1], recipe) if segments else {}
+    if difference and not only_extends(difference):
         listed = "; ".join(
             f"{field} is {recorded!r} in the run and {given!r} here" for field, (recorded, given) in difference.items()
         )
         raise UserError(f"Run {name!r} exists with another recipe: {listed}. {_remedy(name)}")
 
 
-def compare(segment: Segment, recipe: BaseRecipe) -> Difference:
+def recipe_difference(segment: Segment, recipe: BaseRecipe) -> Difference:
     """The semantic fields in which `recipe` differs from the segment's."""
     recorded, given = semantic_values(_parse(segment, type(recipe))), semantic_values(recipe)
     names = sorted(recorded.keys() | given.keys())
-    pairs = {name: (recorded.get(name, _NOTHING), given.get(name, _NOTHING)) for name in names}
+    pairs = {name: (recorded.get(name, _UNSET), given.get(name, _UNSET)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def extends(difference: Difference) -> bool:
+def only_extends(difference: Difference) -> bool:
     """Whether the recipe differs only by more iterations."""
-    return difference.keys() == {LENGTH} and difference[LENGTH][1] > difference[LENGTH][0]
+    return difference.keys() == {ITERATIONS} and difference[ITERATIONS][1] > difference[ITERATIONS][0]
 
 
 def _remedy(name: str) -> str:

@@ -36,10 +36,11 @@ def in_background(work: Callable[[], B], name: str) -> Future[B]:
 
 
 @contextmanager
-def beside(work: Callable[[], B]) -> Iterator[Future[B]]:
-    """Run `work` in another thread, and wait for it on exit. Its error is raised then, in place of one of the block.
+def concurrently(work: Callable[[], B]) -> Iterator[Future[B]]:
+    """Run `work` in another thread during the block, and wait for it on exit, which raises its error.
 
-    An exception that ends the process, like a keyboard interrupt, is not replaced."""
+    That error replaces an `Exception` of the block, but no exception that ends the process, like KeyboardInterrupt.
+    """
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(work)
         try:

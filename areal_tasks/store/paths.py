@@ -22,7 +22,7 @@ def segment(run: str, n: int) -> str:
 
 
 def change(run: str, n: int) -> str:
-    """The n-th change, from 1, that `arealflow set` has asked for."""
+    """The n-th change, from 1, that `arealflow set` has requested."""
     return f"{run}/changes/{n}.json"
 
 
@@ -32,7 +32,7 @@ def log(run: str, n: int) -> str:
 
 
 def reference(run: str, child: str) -> str:
-    """The reference that `child` leaves in its parent `run`."""
+    """The record in `run` that its child `child` needs a part of its history."""
     return f"{run}/references/{child}.json"
 
 
@@ -83,7 +83,7 @@ def system(run: str, owner: int, n: int, kind: str = "json") -> str:
 
 
 def watch(run: str, owner: int, n: int) -> str:
-    """The n-th record, from 1, that someone watches the services of a start of the flow."""
+    """The n-th record, from 1, that a user watches the services of a start of the flow."""
     return f"{run}/watches/owner={owner}/{n}.json"
 
 

@@ -1,4 +1,4 @@
-"""Who made a record: code, host, owner, times, Prefect runs. Never part of a key or a content digest."""
+"""Provenance of records: code, host, owner, times, Prefect runs. Never part of a key or a content digest."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.run_views import RunViews, unite, words_of_plan
+from areal_tasks.store.run_views import RunViews, create_joint_views, words_of_plan
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
@@ -44,7 +44,7 @@ class Session:
         self.connection.execute("SET python_enable_replacements = false")
         schemas = [f"run_{i}" for i in range(len(names))]
         self.runs = [RunViews(self.connection, *part) for part in zip(catalogs, schemas, strict=True)]
-        unite(self.connection, self.runs, several)
+        create_joint_views(self.connection, self.runs, several)
         self.connection.execute("SET lock_configuration = true")
 
     def __enter__(self) -> Self:

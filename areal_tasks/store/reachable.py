@@ -1,7 +1,7 @@
-"""What a run reaches. Commits name manifests of stages, weights and checkpoints; these and the records of the spool and
-of compactions name files, which lie in folders of attempts.
+"""The files that a run references. Commits name manifests of stages, weights and checkpoints; these and the records of
+the spool and of compactions name files, which lie in folders of attempts.
 
-`audit` checks what is reachable, `gc` keeps it; SQL, forks, lists of weights and `diff` walk a part of it.
+`audit` checks reachable files and `gc` keeps them; SQL, forks, lists of weights and `diff` read a part of them.
 """
 
 from __future__ import annotations

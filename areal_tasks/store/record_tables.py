@@ -16,7 +16,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.changes import describe
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.history.journal import end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now, utc
 from areal_tasks.store.runs import Run
@@ -51,7 +51,7 @@ def spool_table(run: Run) -> pa.Table:
         rows |= {group.index: _group_row(group) | place for group in groups}
     head = run.head() if rows else None
     settled, version = settled_after(head), head.weights.version if head else 0
-    complete = (row | _standing(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
+    complete = (row | _group_state(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
     return pa.Table.from_pylist(list(complete), schema=SPOOL)
 
 
@@ -59,7 +59,7 @@ def _group_row(group: SpooledGroup | RejectedGroup) -> dict[str, Any]:
     return {"group_id": group.index} | group.model_dump(exclude={"index"})
 
 
-def _standing(row: dict[str, Any], settled: bool, version: int) -> dict[str, Any]:
+def _group_state(row: dict[str, Any], settled: bool, version: int) -> dict[str, Any]:
     """The state of a group; `version`: of the newest committed weights."""
     if "reason" in row or settled:
         return {"state": "rejected" if "reason" in row else "consumed"}
@@ -96,12 +96,10 @@ def read_owners(run: Run) -> list[OwnerRecord]:
     return parallel(lambda n: read_record(run.store, paths.owner(run.name, n), OwnerRecord), numbers)
 
 
-def goes_on(run: Run) -> bool:
-    """Whether the last start of the flow may still be running: neither log nor machine say no."""
+def may_be_running(run: Run) -> bool:
+    """Whether the last start of the flow may be running: the log has no end of it, and its process, if here, runs."""
     owner = last_owner(run.store, run.name)
-    if not owner or any(
-        line.action in ENDINGS and line.details.get("owner") == owner for line in read_log(run.store, run.name)
-    ):
+    if not owner or end_of_start(run.store, run.name, owner) is not None:
         return False
     record = read_record(run.store, paths.owner(run.name, owner), OwnerRecord)
     return record.host != socket.gethostname() or is_running(record.pid)
@@ -110,7 +108,7 @@ def goes_on(run: Run) -> bool:
 def starts_table(catalog: Catalog) -> pa.Table:
     """The rows of the view `starts`: of this run, not of its parents."""
     run = catalog.run
-    commits, asked = last_commits(catalog), _asked(run)
+    commits, asked = last_commits(catalog), _requested_by_recipe(run)
     lines: dict[Any, dict[str, LogRecord]] = {}
     for line in read_log(run.store, run.name):
         lines.setdefault(line.details.get("owner"), {})[line.action] = line
@@ -151,13 +149,13 @@ def placed_gpus(line: LogRecord) -> set[str]:
     return {gpu for gpus in services for gpu in str(gpus).split("+")}
 
 
-def _asked(run: Run) -> int:
+def _requested_by_recipe(run: Run) -> int:
     """The number of GPUs of a start whose placement is not in the log; 0 for a replay, which may have no engines."""
     known = run.segments and run.record.kind != "replay"
-    return asked_gpus(read_recorded(run.segments[-1].recipe)) if known else 0
+    return requested_gpus(read_recorded(run.segments[-1].recipe)) if known else 0
 
 
-def asked_gpus(recipe: Mapping[str, Any]) -> int:
+def requested_gpus(recipe: Mapping[str, Any]) -> int:
     """How many GPUs a recipe asks for; its services share only those that it names for both. 0: it names none.
 
     For starts whose placement is not in the log: they had none, or an earlier version ran them.

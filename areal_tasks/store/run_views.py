@@ -11,9 +11,9 @@ import duckdb
 
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.objects.inventory import check_whole
+from areal_tasks.store.objects.inventory import check_sha256
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
-from areal_tasks.store.scan import Lazy, derived_dataset, table_dataset
+from areal_tasks.store.scan import LazyDataset, derived_dataset, table_dataset
 from areal_tasks.store.system import system_table
 from schemas.manifest import FileRef
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
@@ -33,10 +33,10 @@ class RunViews:
         self.catalog = catalog
         self.schema = schema
         self.tables = catalog.stages_of.keys()
-        self.shown = shown(catalog)
-        self.views = _views(self.shown.keys())
-        self.lazies = _datasets(catalog, self.shown)
-        _show(connection, schema, self.lazies)
+        self.tables_by_view = tables_by_view(catalog)
+        self.views = _views(self.tables_by_view.keys())
+        self.lazies = _datasets(catalog, self.tables_by_view)
+        _create_views(connection, schema, self.lazies)
         self.defined: dict[str, str] = {}
         self.define(frozenset())
 
@@ -46,9 +46,9 @@ class RunViews:
         return sorted({*self.lazies, *(view.name for view in self.views)})
 
     def define(self, unused: Set[str]) -> None:
-        """Redefine the views without joins with the tables `unused`, unless they are so already."""
+        """Define the views without joins with the tables `unused`, where they are not yet."""
         for view in self.views:
-            text = view.define(self.shown.keys(), unused, self.schema)
+            text = view.define(self.tables_by_view.keys(), unused, self.schema)
             if self.defined.get(view.name) != text:
                 self.connection.execute(text)
                 self.defined[view.name] = text
@@ -71,22 +71,26 @@ class RunViews:
         return self._damage(shard for table in self._failed() for _, shard in self.catalog.shards(table))
 
     def _failed(self) -> list[str]:
-        """The tables of which a scan has failed."""
-        return [self.shown[name] for name, lazy in self.lazies.items() if lazy.failure and name in self.shown]
+        """The tables whose scan failed."""
+        return [
+            self.tables_by_view[name]
+            for name, lazy in self.lazies.items()
+            if lazy.failure and name in self.tables_by_view
+        ]
 
     def _damage(self, files: Iterable[FileRef]) -> StoreError | None:
         """What is wrong with the first of these files that is not whole."""
         for file in files:
             try:
-                check_whole(self.catalog.run.store, file)
+                check_sha256(self.catalog.run.store, file)
             except StoreError as damage:
                 return damage
         return None
 
 
-def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
+def _datasets(catalog: Catalog, tables_by_view: Mapping[str, str]) -> dict[str, LazyDataset]:
     """The data sets that SQL scans, by name. They must not refer to the connection, which would then never be freed."""
-    made = {name: table_dataset(catalog, table) for name, table in shown.items()}
+    made = {name: table_dataset(catalog, table) for name, table in tables_by_view.items()}
     made |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
     made["log"] = derived_dataset(LOG, lambda: log_table(catalog.run))
     made["starts"] = derived_dataset(STARTS, lambda: starts_table(catalog))
@@ -96,7 +100,7 @@ def _datasets(catalog: Catalog, shown: Mapping[str, str]) -> dict[str, Lazy]:
     return made
 
 
-def _show(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[str, Lazy]) -> None:
+def _create_views(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[str, LazyDataset]) -> None:
     """Create a view of each data set in a schema."""
     connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
     connection.execute(f"SET schema = '{schema}'")
@@ -105,8 +109,8 @@ def _show(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[
     connection.execute("SET schema = 'main'")
 
 
-def shown(catalog: Catalog) -> dict[str, str]:
-    """The run's tables, by the names that SQL sees.
+def tables_by_view(catalog: Catalog) -> dict[str, str]:
+    """The name of each view of a table in SQL, and the table.
 
     A replay that ends before the stage `scalars` has that table only for iterations shared with its parent, if any.
     """
@@ -125,7 +129,7 @@ def _views(tables: Set[str]) -> list[View]:
     return list(found.values())
 
 
-def unite(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
+def create_joint_views(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
     """Create views on the connection with the rows of all runs, and the column `run`.
 
     Where a view has its own column `run` (the run that made the row), it is called `made_by` if `several`; else it is

@@ -29,20 +29,19 @@ from areal_tasks.store.fork import (
     check_first_start,
     check_iteration,
     commits_needed,
-    leave_reference,
     log_child,
-    origin_of,
+    write_reference,
 )
 from areal_tasks.store.opening import (
-    LENGTH,
+    ITERATIONS,
     NAME,
-    Stored,
+    StoredRun,
     check_name,
-    check_same,
-    compare,
-    extends,
-    find_stored,
+    check_same_recipe,
+    only_extends,
     read_segments,
+    read_stored_run,
+    recipe_difference,
 )
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
@@ -69,12 +68,12 @@ class Superseded(UserError):
     """A later start of the run's flow has taken over: this one must stop and write nothing more."""
 
 
-class Behind(StoreError):
-    """An earlier start committed after this one had read the head: this one must begin again from that commit."""
+class HeadMoved(StoreError):
+    """An earlier start committed after this one had read the head: this one must start again from that commit."""
 
 
 @dataclass(frozen=True)
-class Found:
+class CommittedStage:
     """A committed stage, and the reference to it."""
 
     manifest: StageManifest
@@ -83,7 +82,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, opened by one start of its flow. `owner` is 0 for a reader; `known` is a commit of its own, if any."""
+    """A run, opened by one start of its flow. `owner` is 0 for a reader; `known` is a commit of this run, if any."""
 
     store: Store
     name: str
@@ -99,7 +98,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name, and for a counterfactual replay whose rollouts it has."""
+        """The name; for a counterfactual replay also the run whose rollouts it has."""
         return (
             f"{self.name} (counterfactual: rollouts of {self.record.parent})"
             if self.record.counterfactual
@@ -128,9 +127,15 @@ class Run:
         head = self.head()
         return 0 if head is None else head.iteration + 1
 
-    def maker(self, k: int) -> Run:
+    @property
+    def planned(self) -> int:
+        """The iterations in the newest recipe; 0 if it has no such field."""
+        recipe = self.segments[-1].recipe if self.segments else {}
+        return int(recipe.get("schedule", {}).get("iterations", 0))
+
+    def run_of_iteration(self, k: int) -> Run:
         """The run that has or will have made iteration `k`: this one, or the run it was forked from."""
-        return self.parent.maker(k) if k < self.first and self.parent is not None else self
+        return self.parent.run_of_iteration(k) if k < self.first and self.parent is not None else self
 
     def commit(self, k: int) -> IterationCommit:
         """The commit of iteration `k`, from the parent where it is not this run's own; else `Missing`."""
@@ -138,7 +143,7 @@ class Run:
 
     def commit_path(self, k: int) -> str:
         """Path of the commit of iteration `k`: in this run, or in the run it was forked from."""
-        return paths.iteration_commit(self.maker(k).name, k)
+        return paths.iteration_commit(self.run_of_iteration(k).name, k)
 
     def digest_before(self, k: int) -> str:
         """`previous` of the commit of iteration `k`: SHA-256 of the bytes of the commit before, for 0 of run.json."""
@@ -155,17 +160,19 @@ class Run:
         self.check_owner()
         if commit.previous != self.digest_before(commit.iteration):
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
-        there, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
-        self.store.settle(paths.iteration_commit(self.name, commit.iteration))
-        if not mine and there.provenance.owner < self.owner and self.is_current_owner():
-            raise Behind(f"Iteration {there.iteration} of run {self.name!r} was committed by an earlier start of it.")
+        existing, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
+        self.store.make_durable(paths.iteration_commit(self.name, commit.iteration))
+        if not mine and existing.provenance.owner < self.owner and self.is_current_owner():
+            raise HeadMoved(
+                f"Iteration {existing.iteration} of run {self.name!r} was committed by an earlier start of it."
+            )
         if not mine:
-            raise self._superseded(f"owner {there.provenance.owner} has committed iteration {commit.iteration}")
-        return there
+            raise self._superseded(f"owner {existing.provenance.owner} has committed iteration {commit.iteration}")
+        return existing
 
     def segment_at(self, k: int) -> Segment:
         """The recipe segment in force at iteration `k`."""
-        run = self.maker(k)
+        run = self.run_of_iteration(k)
         known = [segment for segment in run.segments if segment.from_iteration <= k]
         if not known:
             raise Missing(self.store.uri(paths.segment(run.name, 0)))
@@ -176,17 +183,17 @@ class Run:
         return read_recorded(self.segment_at(k).recipe)
 
     def recipe_of(self, segment: Segment, newest: R) -> R:
-        """`newest`, the recipe of this start, as it is in force with a segment: before the changes that came later."""
+        """`newest`, the recipe of this start, as it was during a segment: without the changes that came later."""
         if not (fields := changed_fields(self.segments)):
             return newest
         recorded = read_recorded(segment.recipe)
-        return with_values(newest, {path: value_at(recorded, path) for path in [*fields, LENGTH]})
+        return with_values(newest, {path: value_at(recorded, path) for path in [*fields, ITERATIONS]})
 
     def with_change(self, change: Change, first: int, recipe: BaseRecipe) -> Run:
-        """The run with a change in force from iteration `first` on, which makes `recipe`.
+        """The run with a segment that applies a change from iteration `first` on; `recipe` is the recipe with it.
 
-        A start that is no longer the owner cannot add it unseen: the owner after it looks for changes once it has
-        claimed the run, and before it commits anything.
+        A start that is no longer the owner cannot add one that the next owner misses: that one reads the changes after
+        it has claimed the run, and before it commits anything.
 
         Raises:
             Superseded: a later start of the flow owns the run.
@@ -194,7 +201,7 @@ class Run:
         self.check_owner()
         return _with_segment(self, first, recipe, change)
 
-    def find_stage(self, k: int, stage: str, key: str) -> Found | None:
+    def find_stage(self, k: int, stage: str, key: str) -> CommittedStage | None:
         """The committed result of a stage under this key: in this run, or in the parent before the fork."""
         path = paths.stage_manifest(self.name, k, stage, key)
         try:
@@ -203,7 +210,7 @@ class Run:
             before_fork = k < self.first and self.parent is not None
             return self.parent.find_stage(k, stage, key) if before_fork and self.parent else None
         manifest = decode(self.store, path, StageManifest, data)
-        return Found(manifest, stage_ref(path, manifest, data))
+        return CommittedStage(manifest, stage_ref(path, manifest, data))
 
     def read_stage(self, ref: StageRef) -> StageManifest:
         """The stage manifest that a commit names, whose bytes are verified."""
@@ -229,26 +236,6 @@ class Run:
         )
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """A line of `arealflow runs`. `problem` says why the rest is empty.
-
-    `kind` is that of a child (`fork`, `replay`), whose own iterations begin at `forked_at`; a `counterfactual` replay
-    keeps the rollouts of its parent.
-    """
-
-    name: str
-    flow: str = ""
-    created: str = ""
-    iterations: int = 0
-    planned: int = 0
-    kind: str = ""
-    parent: str = ""
-    forked_at: int | None = None
-    counterfactual: bool = False
-    problem: str = ""
-
-
 def open_run(
     store: Store,
     name: str,
@@ -257,12 +244,12 @@ def open_run(
     origin: Origin | None = None,
     segments: Sequence[tuple[int, BaseRecipe]] = (),
     prefect_flow_run_id: str = "",
-    stored: Stored | None = None,
+    stored: StoredRun | None = None,
 ) -> Run:
     """Create the run, or continue it from its head, as its next owner.
 
-    The recipe's semantic fields must be the run's own (see `Stored.continued`), but it may have more iterations (a new
-    segment).
+    The recipe's semantic fields must be the run's own (see `StoredRun.recipe_to_continue`), but it may have more
+    iterations (a new segment).
 
     Args:
         origin: the parent, for a child. It is not needed to continue an existing fork.
@@ -273,13 +260,13 @@ def open_run(
         UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
             and remedies are named.
     """
-    stored = stored or find_stored(store, name)
-    stored.check(recipe, origin)  # before an owner is fenced off
+    stored = stored or read_stored_run(store, name)
+    stored.check(recipe, origin)  # before the claim fences off a running start
     record = stored.record
     if record is None:
         record, mine = _create(store, name, recipe, origin)
-        if not mine:  # another start has since begun it, perhaps with another recipe or origin
-            find_stored(store, name).check(recipe, origin)
+        if not mine:  # another start has created it meanwhile, perhaps with another recipe or origin
+            read_stored_run(store, name).check(recipe, origin)
         elif origin is not None:
             log_child(store, name, origin, prefect_flow_run_id)
     owner = _claim(store, name, stored.owner, prefect_flow_run_id)
@@ -287,7 +274,7 @@ def open_run(
     run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
     for first, part in segments[len(run.segments) :]:
         run = _with_segment(run, first, part)
-    return _extended(run, recipe)
+    return _with_last_recipe(run, recipe)
 
 
 def load_run(store: Store, name: str) -> Run:
@@ -306,11 +293,6 @@ def no_run(store: Store, name: str) -> UserError:
     return UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
 
 
-def list_runs(store: Store) -> list[RunSummary]:
-    """All runs of the store, by name."""
-    return [_summary(store, name) for name in run_names(store)]
-
-
 def run_names(store: Store) -> list[str]:
     """The names of all runs of the store, sorted."""
     names = [name for name in store.children("") if NAME.fullmatch(name)]
@@ -323,29 +305,9 @@ def stage_ref(path: str, manifest: StageManifest, data: bytes = b"") -> StageRef
     return StageRef(stage=manifest.stage, key=manifest.key, path=path, sha256=sha256, digest=manifest.digest)
 
 
-def _summary(store: Store, name: str) -> RunSummary:
-    try:
-        run = load_run(store, name)
-        head = run.head()
-    except UserError as error:  # one damaged run does not hide the others
-        return RunSummary(name, problem=str(error))
-    recipe, origin = run.segments[-1].recipe if run.segments else {}, origin_of(run.record)
-    return RunSummary(
-        name=name,
-        flow=run.record.flow,
-        created=run.record.provenance.committed,
-        iterations=0 if head is None else head.iteration + 1,
-        planned=recipe.get("schedule", {}).get("iterations", 0),
-        kind=origin.kind if origin else "",
-        parent=run.record.parent,
-        forked_at=origin.iteration if origin else None,
-        counterfactual=run.record.counterfactual,
-    )
-
-
 def _create(store: Store, name: str, recipe: BaseRecipe, origin: Origin | None) -> tuple[RunRecord, bool]:
     """The record of a new run, and whether this start has created it."""
-    parent = _join(store, name, origin) if origin else None
+    parent = _attach_to_parent(store, name, origin) if origin else None
     record = RunRecord(
         run=name,
         flow=recipe.flow,
@@ -358,18 +320,18 @@ def _create(store: Store, name: str, recipe: BaseRecipe, origin: Origin | None) 
     return commit_once(store, paths.run_record(name), record)
 
 
-def _join(store: Store, child: str, origin: Origin) -> Run:
-    """Leave a reference in the parent, check that the files it protects still exist, and return the parent.
+def _attach_to_parent(store: Store, child: str, origin: Origin) -> Run:
+    """Write a reference into the parent, check that the files it protects still exist, and return the parent.
 
     A fork refers to the iterations before it; a replay to every iteration that is committed now.
     """
     parent = load_run(store, origin.parent)
     check_iteration(parent, origin.iteration)
-    loaded = check_first_start(parent, origin)  # before the reference is left
+    loaded = check_first_start(parent, origin)  # before the reference is written
     needed = origin.iteration if origin.kind == "fork" else parent.committed
-    there = leave_reference(store, origin.parent, child, needed, origin.kind)
+    existing = write_reference(store, origin.parent, child, needed, origin.kind)
     check_run_kept(store, origin.parent)
-    commits = parallel(parent.commit, commits_needed(origin, there.iteration))
+    commits = parallel(parent.commit, commits_needed(origin, existing.iteration))
     check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])
     return parent
 
@@ -378,6 +340,7 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
     """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
 
     def owner(n: int) -> OwnerRecord:
+        """The record of this process as the n-th owner."""
         return OwnerRecord(
             n=n,
             attempt=new_attempt(),
@@ -390,11 +353,11 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
     return append_record(store, partial(paths.owner, name), last + 1, owner).n
 
 
-def _extended(run: Run, recipe: BaseRecipe) -> Run:
-    """The run with `recipe` as its last segment: appended where it is new or longer."""
-    while not run.segments or extends(compare(run.segments[-1], recipe)):
+def _with_last_recipe(run: Run, recipe: BaseRecipe) -> Run:
+    """The run with `recipe` as its last segment, which is appended if the run is new or gets more iterations."""
+    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
         run = _with_segment(run, run.committed if run.segments else run.first, recipe)
-    check_same(run.name, run.record.flow, recipe, run.segments)  # a concurrent start may have won
+    check_same_recipe(run.name, run.record.flow, recipe, run.segments)  # a concurrent start may have won
     return run
 
 
@@ -411,5 +374,5 @@ def _with_segment(run: Run, first: int, recipe: BaseRecipe, change: Change | Non
         change=change,
         provenance=make_provenance(run.owner, now()),
     )
-    there, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
-    return replace(run, segments=(*run.segments, there))
+    existing, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
+    return replace(run, segments=(*run.segments, existing))

@@ -46,20 +46,20 @@ class CheckedScan:
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         names = self.options["columns"]
-        witness = [] if names is None else witnesses(self.dataset.schema, names)
+        extra = [] if names is None else extra_column(self.dataset.schema, names)
         with self.recording():
             left = list(self.dataset.get_fragments(self.filter))
             for start in range(0, len(left), _AT_ONCE):
-                for batch in self._scanner(self.check(left[start : start + _AT_ONCE]), witness).to_reader():
-                    yield batch.select(names) if witness else batch
+                for batch in self._scanner(self.check(left[start : start + _AT_ONCE]), extra).to_reader():
+                    yield batch.select(names) if extra else batch
 
-    def _scanner(self, fragments: Sequence[Any], witness: Sequence[str] = ()) -> ds.Scanner:
+    def _scanner(self, fragments: Sequence[Any], extra: Sequence[str] = ()) -> ds.Scanner:
         part = ds.FileSystemDataset(fragments, self.dataset.schema, self.dataset.format, self.dataset.filesystem)
-        columns = [*self.options["columns"], *witness] if witness else self.options["columns"]
+        columns = [*self.options["columns"], *extra] if extra else self.options["columns"]
         return part.scanner(filter=self.filter, **self.options | {"columns": columns})
 
 
-class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
+class LazyDataset(ds.InMemoryDataset):  # type: ignore[misc]
     """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides which scan failed."""
 
     def __init__(self, schema: pa.Schema, build: Build, check: Check = lambda fragments: fragments) -> None:
@@ -86,8 +86,8 @@ class Lazy(ds.InMemoryDataset):  # type: ignore[misc]
             raise
 
 
-def witnesses(schema: pa.Schema, names: Sequence[str]) -> list[str]:
-    """The narrowest other column, to be read with the one column that `names` has; nothing with several, or with none.
+def extra_column(schema: pa.Schema, names: Sequence[str]) -> list[str]:
+    """The narrowest other column, read together with the single column `names`; empty for several columns or none.
 
     No checksum covers the header of a page. Arrow skips a page whose header is damaged, and notices that rows are
     missing only if another column has more.
@@ -104,13 +104,14 @@ def table_schema(table: str) -> pa.Schema:
     return pa.schema([_ITERATION, *(field.with_type(_WORD) if field.name in REPEATED else field for field in fields)])
 
 
-def table_dataset(catalog: Catalog, table: str) -> Lazy:
+def table_dataset(catalog: Catalog, table: str) -> LazyDataset:
     """A table of the run, from valid compactions where there are any, and from its shards elsewhere."""
     schema, files = table_schema(table), CheckedFiles(catalog.run.store)
     filesystem, _ = catalog.run.store.arrow()
     shards: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
 
     def fragments(region: Region) -> list[Any]:
+        """The region's files: of its compaction, else its shards, which are looked up once."""
         merged = region.merged(table) if catalog.compacted else None
         if merged is not None:
             return [files.fragment(file) for file in merged]
@@ -123,9 +124,9 @@ def table_dataset(catalog: Catalog, table: str) -> Lazy:
         parts = [part for region in catalog.regions for part in fragments(region)]
         return ds.FileSystemDataset(parts, schema, FORMAT, filesystem)
 
-    return Lazy(schema, build, files)
+    return LazyDataset(schema, build, files)
 
 
-def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> Lazy:
+def derived_dataset(schema: pa.Schema, make: Callable[[], pa.Table]) -> LazyDataset:
     """A table that `make` computes on the first scan."""
-    return Lazy(schema, cache(lambda: ds.InMemoryDataset(make())))
+    return LazyDataset(schema, cache(lambda: ds.InMemoryDataset(make())))

@@ -1,7 +1,7 @@
 """Finding the end of a numbered sequence without listing it, and detecting records that a run has lost.
 
-Numbered records are found by reading them one by one, so a missing one looks like the end, and a start would continue
-there, against the history that follows. Later records show that it is missing, before a start writes it a second time.
+Numbered records are found by reading them one by one, so a missing one looks like the end, and a start of the flow
+would continue there and contradict the records that follow. So later numbers are checked before a start writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def last_owner(store: Store, run: str) -> int:
     return last_number(store, partial(paths.owner, run))
 
 
-def end_of(store: Store, path: Callable[[int], str], first: int) -> int:
+def checked_last_number(store: Store, path: Callable[[int], str], first: int) -> int:
     """The last number from `first` on whose record exists; StoreError if there are some beyond a gap."""
     last = last_number(store, path, first)
     beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)

@@ -1,7 +1,7 @@
-"""Logs of services in the store, so that they are read from any machine and outlive the machines that wrote them.
+"""Logs of services in the store: readable from any machine, also after the machine that wrote them is gone.
 
-A service appends to a file on the flow's machine. The flow copies what is new there into numbered parts, each created
-once. A position in the file is a position in the concatenated parts, also after the file's head has been freed.
+A service appends to a file on the flow's machine. The flow copies new bytes into numbered parts, each created once. A
+position in the file is a position in the concatenated parts, also after the disk space of the file's head was freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal_tasks.store.objects.inventory import entries
 from schemas.manifest import OwnerRecord
 
 PART_BYTES: Final = 4 << 20
-#: A local log that takes more of the disk loses what has been copied, except for its end.
+#: The copied part of a local log that takes more disk space is freed, except for its last KEPT_BYTES.
 ROTATE_BYTES: Final = 64 << 20
 KEPT_BYTES: Final = 1 << 20
 _PUNCH_HOLE: Final = 0x3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -57,7 +57,7 @@ def local_logs(folder: Path) -> dict[LogName, Path]:
 
 
 class LogCopy:
-    """Copies what is new in one log into the store. `stored`: bytes that are there."""
+    """Copies new bytes of one log into the store. `stored`: number of bytes copied."""
 
     def __init__(self, store: Store, run: str, name: LogName, file: Path) -> None:
         self.stored = 0
@@ -66,7 +66,7 @@ class LogCopy:
         self._unanswered = b""  # a part that may be in the store: nothing else may be put under its number
 
     def __call__(self) -> None:
-        """Copy all that is new, and free what the local file need not keep. Raises StoreError or OSError."""
+        """Copy all new bytes, then free disk space of the local file (`rotate`). Raises StoreError or OSError."""
         while part := self._unanswered or self._new():
             self._unanswered = part
             with suppress(Exists):  # it was stored, and the answer was lost
@@ -120,7 +120,7 @@ class ServiceLog:
         return self.pieces[-1].stop if self.pieces else 0
 
     def read_from(self, position: int) -> Iterator[bytes]:
-        """What was written from `position` on."""
+        """The bytes from `position` on, in pieces."""
         for piece in self.pieces:
             if piece.stop > position:
                 yield piece.read()[max(0, position - piece.start) :]

@@ -1,8 +1,8 @@
 """The spool: finished groups that wait for their iteration, and groups that were rejected, as records in the store.
 
-Each process that has something to record, a rollout worker or the flow, opens a start: its own records, numbered from 0
-and created once. Only what is recorded has happened; what a process held in memory is lost with it. The starts are
-numbered without gaps too, so that all records of a run are found without a listing.
+Each process that records groups, a rollout worker or the flow, opens a *start*: its own sequence of records, numbered
+from 0 and created once. Groups that a process has not recorded are lost when it ends. Starts are numbered without gaps
+too, so that all records of a run are found without a listing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
 
 class StartClosed(UserError):
-    """Another process has closed this start and taken over: unrecorded groups begin again; this process must end."""
+    """Another process has replaced this one and closed its start: this process must end. Unrecorded groups are lost."""
 
 
 def number_of_starts(store: Store, run: str) -> int:
-    """How many starts have recorded something; O(log n) requests."""
+    """The number of starts; O(log n) requests."""
     return last_number(store, lambda n: paths.spool_record(run, n, 0), 0) + 1
 
 
 def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
-    """Claim the number of the next start; its first record has the settings with which its groups are made."""
+    """Claim the next start's number; its first record holds `made_with`, the digest of the settings of its groups."""
     first = number_of_starts(store, run)
     opened = append_record(
         store, lambda n: paths.spool_record(run, n, 0), first, lambda n: _record("opened", n, 0, owner, made_with)
@@ -39,11 +39,11 @@ def open_start(store: Store, run: str, owner: int, made_with: str) -> int:
 
 
 def made_with(store: Store, run: str, start: int) -> str:
-    """The settings with which the groups of a start are made."""
+    """The digest of the settings with which the groups of a start are made."""
     return read_record(store, paths.spool_record(run, start, 0), SpoolRecord).made_with
 
 
-def append(
+def append_groups(
     store: Store,
     run: str,
     start: int,
@@ -55,9 +55,9 @@ def append(
     rejected: tuple[RejectedGroup, ...] = (),
     tables: dict[str, TableRef] | None = None,
 ) -> SpoolRecord:
-    """Commit record `n` of a start, whose tables lie below `attempt` already. Only the process that opened it may.
+    """Commit record `n` of a start, whose tables are stored below `attempt`. Only for the process that opened it.
 
-    Returns the record that is there: an earlier attempt's if the store took it and its answer was lost.
+    Returns the stored record: an earlier attempt's if the store had taken that and its answer was lost.
 
     Raises:
         StartClosed: another process has closed this start.
@@ -65,10 +65,10 @@ def append(
     record = _record("groups", start, n, owner).model_copy(
         update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}
     )
-    there, mine = commit_once(store, paths.spool_record(run, start, n), record)
-    if not mine and there.kind == "closed":
-        raise StartClosed(f"start {start} of the spool of run {run!r} was ended by owner {there.provenance.owner}")
-    return there
+    existing, mine = commit_once(store, paths.spool_record(run, start, n), record)
+    if not mine and existing.kind == "closed":
+        raise StartClosed(f"start {start} of the spool of run {run!r} was ended by owner {existing.provenance.owner}")
+    return existing
 
 
 def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:
@@ -88,7 +88,7 @@ def read_spool(store: Store, run: str) -> list[SpoolRecord]:
 
 
 def close_start(store: Store, run: str, start: int, owner: int, first: int = 0) -> list[SpoolRecord]:
-    """Close a start, unless it is closed: nothing can be added then. Returns its records from `first` on."""
+    """Close a start, so that its process can add no record; returns its records from `first` on."""
     found = read_start(store, run, start, first)
     while not found or found[-1].kind != "closed":
         n = first + len(found)

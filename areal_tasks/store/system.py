@@ -1,7 +1,7 @@
 """Samples of a run's services in the store: the flow appends them, SQL, the report and `arealflow top` read them.
 
 Each start of the flow writes numbered files of rows, each with a record, both created once. It writes more often while
-someone watches, who says so by numbered records too.
+a user watches, for which `arealflow top` writes numbered records too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from schemas.manifest import SystemRecord, WatchRecord
 from schemas.views import SYSTEM
 
 Row = dict[str, Any]
-#: Rows in memory while the store is away; the oldest are lost beyond.
+#: Rows in memory while the store is unavailable; beyond that, the oldest are dropped.
 MOST_ROWS: Final = 50_000
 
 
 class SystemLog:
-    """What a start of the flow writes. Use within one thread."""
+    """The samples that one start of the flow writes. Use within one thread."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -46,7 +46,7 @@ class SystemLog:
         self._rows = [*self._rows, *rows][-MOST_ROWS:]
 
     def write(self) -> None:
-        """Store all rows. Raises StoreError; they are stored with a later call then."""
+        """Store all rows. If it raises StoreError, the next call stores them."""
         while self._unanswered or self._rows:
             n = self._written + 1
             self._unanswered = self._unanswered or self._encoded(n)
@@ -63,7 +63,7 @@ class SystemLog:
         return data, SystemRecord(owner=owner, n=n, shard=shard, provenance=make_provenance(owner, began)).encode()
 
     def newly_watched(self) -> bool:
-        """Whether someone has said so since the last call. Raises StoreError."""
+        """Whether a user has begun to watch since the last call. Raises StoreError."""
         before = self._watches
         while self.run.store.exists(paths.watch(self.run.name, self.run.owner, self._watches + 1)):
             self._watches += 1
@@ -74,7 +74,7 @@ class SystemLog:
 
 
 def newest_record(run: Run, owner: int, known: int = 0) -> int:
-    """The number of the last record of a start, of which `known` are known to be there; 0: there is none."""
+    """The number of the last record of a start, at least `known`; 0: there is none."""
     return last_number(run.store, partial(paths.system, run.name, owner), known + 1)
 
 
@@ -93,7 +93,7 @@ def system_table(run: Run) -> pa.Table:
 
 
 def watch(store: Store, run: str, owner: int) -> None:
-    """Have this start of the flow store its samples at once, for a while."""
+    """Request that this start of the flow stores its samples immediately, for a while."""
     record = WatchRecord(user=getpass.getuser(), provenance=make_provenance(owner, now())).encode()
     n = last_number(store, partial(paths.watch, run, owner))
     while True:

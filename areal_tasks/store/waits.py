@@ -1,4 +1,4 @@
-"""What a run waits for, for other processes: its flow writes a record into the run whenever that changes.
+"""What a run waits for, as other processes see it: the flow writes a record into the run whenever that changes.
 
 Only long waits are recorded, so that a run whose stages take seconds writes none.
 """
@@ -24,7 +24,7 @@ from areal_tasks.store.search import last_number, last_owner
 from schemas.manifest import Wait, WaitsRecord
 
 #: How late a record may be: the store is slow, or another machine's clock is wrong.
-LATE_SECONDS: Final = 60.0
+GRACE_SECONDS: Final = 60.0
 
 
 def waits_record(waits: Sequence[Wait], seconds: float) -> WaitsRecord:
@@ -32,24 +32,26 @@ def waits_record(waits: Sequence[Wait], seconds: float) -> WaitsRecord:
     return WaitsRecord(host=socket.gethostname(), pid=os.getpid(), told=now(), seconds=seconds, waits=tuple(waits))
 
 
-def tell_waits(run: Run, n: int, record: WaitsRecord) -> None:
+def write_waits(run: Run, n: int, record: WaitsRecord) -> None:
     """Store the n-th record of this start of the flow. Raises StoreError."""
     with suppress(Exists):  # it was stored before, and the answer was lost
         run.store.create(paths.waits(run.name, run.owner, n), record.encode())
 
 
-def standing_waits(run: Run) -> WaitsRecord | None:
-    """What the run waits for now; None if there is no long wait, or if the process that waited is gone."""
+def current_waits(run: Run) -> WaitsRecord | None:
+    """What the run waits for now; None if there is no long wait, or the process that waited has ended."""
     store, name = run.store, run.name
     owner = last_owner(store, name)
     n = last_number(store, partial(paths.waits, name, owner))
     record = read_record(store, paths.waits(name, owner, n), WaitsRecord) if n else None
-    return record if record and record.waits and holds(record, datetime.now(UTC)) else None
+    return record if record and record.waits and is_current(record, datetime.now(UTC)) else None
 
 
-def holds(record: WaitsRecord, time: datetime) -> bool:
-    """Whether the process that wrote it may still wait. On another machine, only an overdue record shows its end."""
-    due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + LATE_SECONDS)
+def is_current(record: WaitsRecord, time: datetime) -> bool:
+    """Whether the process that wrote the record may still wait at `time`: its next record is not overdue, and the
+    process, if it is on this machine, runs.
+    """
+    due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + GRACE_SECONDS)
     return time <= due and (record.host != socket.gethostname() or is_running(record.pid))
 
 

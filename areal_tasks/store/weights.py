@@ -12,7 +12,7 @@ from typing import Any, Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
-from areal_tasks.store.history.journal import append, user
+from areal_tasks.store.history.journal import append_log, current_user
 from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
@@ -44,10 +44,10 @@ def list_weights(run: Run) -> list[WeightsVersion]:
 
 
 def find_weights(run: Run, name: str) -> WeightsRef:
-    """The weights that `name` means: a version's number, a tag, or `newest` (that was written).
+    """The weights that `name` means: a version's number, a tag, or `newest`, the newest version in the store.
 
     Raises:
-        UserError: there are none, they were never written, or they were removed; the nearest ones are named.
+        UserError: there are none, they were never written, or they were removed; the message names the nearest.
     """
     refs = [ref for ref, _ in _refs(run)]
     if not any(ref.written for ref in refs):
@@ -187,12 +187,12 @@ def tag_weights(store: Store, run: str, name: str, ref: WeightsRef) -> Tag:
         raise UserError(f"{name!r} cannot be a tag: begin with a letter; letters, digits, '.', '_' and '-' may follow.")
     if name == NEWEST:
         raise UserError(f"{NEWEST!r} cannot be a tag: it always means the newest weights. Choose another name.")
-    return _give(store, run, name, ref, "tagged")
+    return _write_tag(store, run, name, ref, "tagged")
 
 
 def protect_weights(store: Store, run: str, ref: WeightsRef) -> Tag:
-    """Keep the weights `ref` of `run` from `gc` for good."""
-    return _give(store, run, f"{PROTECTED}{ref.version}-{ref.attempt}", ref, "protected")
+    """Protect the weights `ref` of `run` from `gc` permanently."""
+    return _write_tag(store, run, f"{PROTECTED}{ref.version}-{ref.attempt}", ref, "protected")
 
 
 def read_tags(store: Store, run: str) -> list[Tag]:
@@ -206,22 +206,22 @@ def find_tag(store: Store, run: str, name: str) -> Tag | None:
     return find_record(store, paths.tag(run, name), Tag)
 
 
-def _give(store: Store, run: str, name: str, ref: WeightsRef, action: str) -> Tag:
+def _write_tag(store: Store, run: str, name: str, ref: WeightsRef, action: str) -> Tag:
     tag = Tag(
         tag=name,
         version=ref.version,
         weights_attempt=ref.attempt,
         attempt=new_attempt(),
-        user=user(),
+        user=current_user(),
         provenance=make_provenance(0, now()),
     )
-    there, mine = commit_once(store, paths.tag(run, name), tag)
-    if (there.version, there.weights_attempt) != (ref.version, ref.attempt):
+    existing, mine = commit_once(store, paths.tag(run, name), tag)
+    if (existing.version, existing.weights_attempt) != (ref.version, ref.attempt):
         raise UserError(
-            f"The tag {name!r} of run {run!r} is version {there.version} already, and tags are not moved: "
+            f"The tag {name!r} of run {run!r} is version {existing.version} already, and tags are not moved: "
             "choose another name."
         )
     if mine:
-        append(store, run, action, {"tag": name, "version": ref.version, "weights_attempt": ref.attempt})
+        append_log(store, run, action, {"tag": name, "version": ref.version, "weights_attempt": ref.attempt})
     check_kept(store, ref)  # `gc` has seen the tag, or has left its tombstone before
-    return there
+    return existing

@@ -64,11 +64,11 @@ class Sample:
         return np.asarray(self.versions, np.int32)[np.asarray(self.loss_mask, np.bool_)]
 
 
-async def not_declared(sample: Sample) -> VerifyResult:
+async def verification_not_enabled(sample: Sample) -> VerifyResult:
     """`WorkflowContext.verify` where the recipe does not say that the workflow uses it."""
     raise UserError(
-        "workflow.verifies: the workflow has asked for a verdict (`context.verify`); set it to true, by which the "
-        "settings of `reward` become a part of what identifies its samples"
+        "workflow.verifies: the workflow asks for a verdict (`context.verify`): set it to true. The settings of "
+        "`reward` are then part of what identifies its samples"
     )
 
 
@@ -88,7 +88,7 @@ class WorkflowContext:
     stop: tuple[str, ...] = ()
     generation: int = 0
     tokenizer: Any = None
-    verify: Callable[[Sample], Awaitable[VerifyResult]] = not_declared
+    verify: Callable[[Sample], Awaitable[VerifyResult]] = verification_not_enabled
 
 
 class Workflow(Protocol):

@@ -149,7 +149,7 @@ def save_block(api_url: str, address: str) -> str:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     if not address:
-        return known_block(api_url)
+        return existing_block(api_url)
     if not address.startswith(("http://", "https://")):
         raise UserError(f"{WEBHOOK_VARIABLE} should be an http:// or https:// address")  # it is a secret: not shown
     with temporary_settings({PREFECT_API_URL: api_url}):
@@ -157,7 +157,7 @@ def save_block(api_url: str, address: str) -> str:
         return str(webhook.save(BLOCK, overwrite=True))
 
 
-def known_block(api_url: str) -> str:
+def existing_block(api_url: str) -> str:
     """Id of the webhook block on the server. UserError if there is none."""
     answer = httpx.get(f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}", timeout=30)
     if answer.status_code == httpx.codes.NOT_FOUND:

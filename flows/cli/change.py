@@ -1,4 +1,4 @@
-"""`arealflow set`: changes what a run may change while it goes on."""
+"""`arealflow set`: changes live recipe fields of a running run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.changes import ask, find_change, last_change, waiting_changes
+from areal_tasks.store.changes import find_change, last_change, pending_changes, request_change
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.record_tables import goes_on
+from areal_tasks.store.record_tables import may_be_running
 from areal_tasks.store.runs import Run, load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
@@ -19,43 +19,38 @@ from schemas.manifest import Change
 from schemas.recipe.live import changes_of, live_values
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
-from schemas.recipe.recorded import read_recorded, with_values
+from schemas.recipe.recorded import overrides_text, read_recorded, with_values
 
 Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value …; none: what may change, and changes.")]
 
 
 def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: AsJson = False) -> None:
     """Change a run in progress: servers, workers, pace, η, batch, …; in force from the iteration after next."""
-    there = load_run(open_store(store), run)
+    loaded = load_run(open_store(store), run)
     if not fields:
-        show_live(there, as_json)
+        show_live(loaded, as_json)
         return
-    check_changeable(there)
-    running = goes_on(there)
-    first = there.committed + (2 if running else 0)
-    if first >= planned(there):
+    check_changeable(loaded)
+    running = may_be_running(loaded)
+    first = loaded.committed + (2 if running else 0)
+    if first >= (loaded.planned or 1):  # an evaluation has one iteration and no schedule
         left = f"run {run} has no iteration left in which a change would be in force"
         raise UserError(f"{left}; resume it with a larger schedule.iterations")
-    asked = request(there, fields)
+    asked = request(loaded, fields)
     answer = {"run": run, "change": asked.n, "values": asked.values, "from_iteration": first, "running": running}
     typer.echo(json.dumps(answer, indent=1) if as_json else outcome(run, asked, first, running))
 
 
 def check_changeable(run: Run) -> None:
-    """UserError for a run that changes with none of its recipes."""
+    """UserError for a replay, and for a run without a recipe yet."""
     if run.record.kind == "replay":
         raise UserError(f"run {run.name} is a replay, which has the recipes of {run.record.parent}: fork it instead")
     if not run.segments:
         raise UserError(f"run {run.name} has not begun: give the values with its recipe")
 
 
-def planned(run: Run) -> int:
-    """The iterations of the run."""
-    return int(run.segments[-1].recipe.get("schedule", {}).get("iterations", 1))
-
-
-def newest(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
-    """The recipe of the run, after all changes that were asked for."""
+def newest_recipe(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
+    """The recipe of the run with all requested changes."""
     recipe = parse_recipe(read_recorded(run.segments[-1].recipe), run.name)
     for one in waiting:
         recipe = with_values(recipe, one.values)
@@ -63,32 +58,32 @@ def newest(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
 
 
 def request(run: Run, fields: Sequence[str]) -> Change:
-    """Ask the run's flow for a change, after those that were asked for before.
+    """Request a change of the run's flow, after those that were requested before.
 
     Raises:
         UserError: see `changes_of`.
     """
     asked = None
     while asked is None:  # else another change has just been asked for, with which this one may not agree
-        waiting = list(waiting_changes(run.store, run.name, run.segments))
-        values = changes_of(newest(run, waiting), fields)
-        asked = ask(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
+        waiting = list(pending_changes(run.store, run.name, run.segments))
+        values = changes_of(newest_recipe(run, waiting), fields)
+        asked = request_change(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
     return asked
 
 
 def outcome(run: str, change: Change, first: int, running: bool) -> str:
-    """What follows from a change, as a sentence."""
-    values = ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items())
+    """The message after a request: from which iteration on the change applies."""
+    values = overrides_text(change.values)
     if not running:
         return f"run {run} is not running: {values} from its next start on"
     return f"run {run}: {values} from iteration {first} on, or a later one if iteration {first - 2} ends at this moment"
 
 
 def show_live(run: Run, as_json: bool) -> None:
-    """Print what may change with its values, and the changes so far with the first iteration of each."""
+    """Print the live fields with their values, and the changes so far with the first iteration of each."""
     check_changeable(run)
-    waiting = list(waiting_changes(run.store, run.name, run.segments))
-    values = live_values(newest(run, waiting))
+    waiting = list(pending_changes(run.store, run.name, run.segments))
+    values = live_values(newest_recipe(run, waiting))
     made = {s.change.n: (s.change, str(s.from_iteration)) for s in run.segments if s.change}
     refused = refusals(run)
     others = [*refused.keys() - made.keys(), *(one.n for one in waiting)]
@@ -109,11 +104,11 @@ def refusals(run: Run) -> dict[int, str]:
 
 
 def change_row(change: Change, state: str) -> dict[str, Any]:
-    """A change as a table row; `state`: from which iteration on it is in force, or why it is not."""
+    """A change as a table row; `state`: the iteration from which it applies, or why it does not."""
     return {
         "n": change.n,
         "who": f"{change.user}@{change.host}",
         "when": change.time[:19],
-        "what": ", ".join(f"{path}={json.dumps(value)}" for path, value in change.values.items()),
+        "what": overrides_text(change.values),
         "from iteration": state,
     }

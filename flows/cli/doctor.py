@@ -19,7 +19,7 @@ from arealflow.packages import namesakes
 from flows.cli.machine import DEFAULT_PORT, free_port
 from flows.cli.output import AsJson, StoreUrl, show
 from flows.cli.processes import named_server, running, ui_url
-from flows.credentials import NEEDED, in_environment, kept_by_prefect, on_s3, use
+from flows.credentials import NEEDED, on_s3, read_prefect_keys, set_key_variables, set_keys
 from flows.home import home
 from schemas.errors import UserError
 
@@ -66,6 +66,7 @@ def same_names() -> list[dict[str, Any]]:
 
 
 def gpu() -> dict[str, Any]:
+    """The names of the GPUs that torch finds; without any, the number of CPU cores."""
     import torch
 
     if not torch.cuda.is_available():
@@ -75,6 +76,7 @@ def gpu() -> dict[str, Any]:
 
 
 def server() -> dict[str, Any]:
+    """The address of the Prefect server of `arealflow up`, or the port at which it would start."""
     api_url = running()
     if api_url:
         return _row("Prefect server", "ok", f"running at {ui_url(api_url)}")
@@ -93,7 +95,7 @@ def s3_keys(store: str) -> dict[str, Any]:
 
     For an S3 store, sets the keys that Prefect keeps, as a flow run would, so that the store can be checked.
     """
-    if found := in_environment():
+    if found := set_key_variables():
         missing = [name for name in NEEDED if name not in found]
         return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(found)}")
     try:
@@ -103,7 +105,7 @@ def s3_keys(store: str) -> dict[str, Any]:
     if not kept:
         return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operate/s3.md)")
     if on_s3(store):
-        use(kept)
+        set_keys(kept)
     return _row("S3 keys", "ok", "from Prefect's Secret block, for flow runs; other commands need AWS_… exported")
 
 
@@ -114,7 +116,7 @@ def _kept_keys() -> dict[str, str]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings({PREFECT_API_URL: url}):
-        return kept_by_prefect()
+        return read_prefect_keys()
 
 
 def store_row(url: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`arealflow audit` and `log`: whether a run is what was written, who signed it, and who did what to it."""
+"""`arealflow audit` and `log`: the integrity of a run, its signatures, and its log."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.history.audit import Report
+from areal_tasks.store.history.audit import AuditReport
 from areal_tasks.store.history.audit import audit as check
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.history.signing import Verified, sign, unsigned_lines, verify
+from areal_tasks.store.history.signing import CheckedSignature, sign, unsigned_lines, verify
 from areal_tasks.store.opening import check_name
 from areal_tasks.store.runs import load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
@@ -44,7 +44,7 @@ def audit(
     may_sign = sign_with if report.sound and as_signed else None
     made = sign(place, run, report.root, report.iterations, may_sign) if may_sign else None
     if made is not None:
-        signatures = [*(s for s in signatures if s.signature != made[0]), Verified(made[0], known=True)]
+        signatures = [*(s for s in signatures if s.signature != made[0]), CheckedSignature(made[0], known=True)]
     if as_json:
         typer.echo(json.dumps(_as_json(place, report, signatures), indent=1))
     else:
@@ -55,7 +55,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _signatures(store: Store, report: Report, key: Path | None) -> list[Verified]:
+def _signatures(store: Store, report: AuditReport, key: Path | None) -> list[CheckedSignature]:
     """The signatures, checked; none if the history has no end, or if one is damaged, which the report says."""
     try:
         return verify(store, report.run, key) if report.root else []
@@ -65,7 +65,7 @@ def _signatures(store: Store, report: Report, key: Path | None) -> list[Verified
         return []
 
 
-def _with_progress(store: Store, run: str) -> Report:
+def _with_progress(store: Store, run: str) -> AuditReport:
     """Run the audit, with a progress bar if stderr is a terminal."""
     columns = (TextColumn("audit"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -74,7 +74,7 @@ def _with_progress(store: Store, run: str) -> Report:
         return check(store, run, lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _as_json(store: Store, report: Report, signatures: list[Verified]) -> dict[str, Any]:
+def _as_json(store: Store, report: AuditReport, signatures: list[CheckedSignature]) -> dict[str, Any]:
     return {
         **asdict(report),
         "removed": [tombstone.model_dump() for tombstone in report.removed],
@@ -93,7 +93,7 @@ def _as_json(store: Store, report: Report, signatures: list[Verified]) -> dict[s
     }
 
 
-def _print(report: Report, signatures: list[Verified], coverage: str) -> None:
+def _print(report: AuditReport, signatures: list[CheckedSignature], coverage: str) -> None:
     for defect in report.defects:
         typer.echo(str(defect))
     for removed in report.removed:
@@ -120,7 +120,7 @@ def _print(report: Report, signatures: list[Verified], coverage: str) -> None:
     typer.echo(f"root {report.root or '(none: the chain has no end)'}")
 
 
-def _verdict(found: Verified) -> str:
+def _verdict(found: CheckedSignature) -> str:
     """Who signed up to which iteration, and whether the signature holds."""
     signed = found.signature
     by = f"{signed.user}@{signed.provenance.host}, key {signed.public_key[:16]}…"
@@ -128,7 +128,9 @@ def _verdict(found: Verified) -> str:
     return f"signature of {by} until iteration {signed.iteration}: {holds}"
 
 
-def _coverage(store: Store, report: Report, signatures: list[Verified], made: tuple[Signature, bool] | None) -> str:
+def _coverage(
+    store: Store, report: AuditReport, signatures: list[CheckedSignature], made: tuple[Signature, bool] | None
+) -> str:
     """What is signed by now; or what the newest signature that holds does not cover. Empty without a signature."""
     if made is not None:
         until = f"iteration {made[0].iteration} and line {made[0].log_records} of the log"
@@ -141,7 +143,7 @@ def _coverage(store: Store, report: Report, signatures: list[Verified], made: tu
     return _left_out(report, holding[-1], unsigned_lines(store, report.run, holding[-1].signature))
 
 
-def _left_out(report: Report, newest: Verified, lines: int) -> str:
+def _left_out(report: AuditReport, newest: CheckedSignature, lines: int) -> str:
     """What a signature that holds does not cover: later iterations, and `lines` lines of the run's log."""
     iterations = report.iterations - 1 - newest.signature.iteration
     whose = "" if newest.known else " by a key that was not verified here"

@@ -15,8 +15,9 @@ import typer
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.query import Session, check_statement
-from areal_tasks.store.runs import Run, RunSummary, list_runs, load_run
-from areal_tasks.store.waits import standing_waits
+from areal_tasks.store.run_list import RunSummary, list_runs
+from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.waits import current_waits
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show
 from flows.home import logs_folder
 from flows.pages import clock_text
@@ -126,7 +127,7 @@ def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
 def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
     """What a run waits for now; None, with a warning, if the record is damaged."""
     try:
-        return None if summary.problem else standing_waits(load_run(store, summary.name))
+        return None if summary.problem else current_waits(load_run(store, summary.name))
     except UserError as error:
         typer.echo(f"what run {summary.name} waits for is not known: {error}", err=True)
         return None

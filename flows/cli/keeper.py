@@ -1,7 +1,7 @@
-"""The keeper: keeps the Prefect server, the worker and the flow runs of `arealflow up` at work, until `down`.
+"""The keeper: supervises the Prefect server, the worker and the flow runs of `arealflow up`, until `down`.
 
-It starts the worker, restarts it and the server when they die, finds flow runs whose process is gone, and alone decides
-what becomes of a flow run that has crashed: it is run again, cancelled, or given up.
+It starts the worker, restarts it and the server when they die, and finds flow runs whose process is gone. It alone
+decides what follows when a flow run has crashed: a retry, or the state cancelled or failed.
 
 A killed worker leaves its flow processes behind, which no process could cancel or observe: the keeper ends them with
 SIGTERM, so that they stop their services and report a crash. A flow process survives a server that is down for some
@@ -50,8 +50,8 @@ PAGE: Final = 200  # flow runs in one answer: Prefect's limit
 
 
 @dataclass
-class Kept:
-    """A part of `up`. Processes of it that run already are adopted."""
+class Part:
+    """A process of `arealflow up` that the keeper restarts. Running ones are adopted."""
 
     name: str
     command: Sequence[str]
@@ -76,8 +76,8 @@ class Keeper:
     def __init__(self, api_url: str, stopped: threading.Event) -> None:
         self.api_url = api_url
         self.stopped = stopped
-        self.server = Kept("server", server_command(api_url), parts("server"))
-        self.worker = Kept("worker", python(WORKER), parts("worker"))
+        self.server = Part("server", server_command(api_url), parts("server"))
+        self.worker = Part("worker", python(WORKER), parts("worker"))
         self.flow_runs = FlowRuns(api_url)
 
     def __call__(self) -> None:
@@ -110,16 +110,16 @@ def server_command(api_url: str) -> list[str]:
 # ── flow runs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def beginning() -> Path:
-    """A file as old as the first keeper since the last `down`: earlier crashes are left alone."""
+def since_file() -> Path:
+    """A file whose time is the start of the first keeper since the last `down`: earlier crashes are ignored."""
     return home() / "kept-since"
 
 
-def kept_since() -> float:
-    """The time of `beginning`, in seconds since 1970; from now on, if there is none."""
+def watching_since() -> float:
+    """The time of `since_file`, in seconds since 1970; from now on, if there is none."""
     with suppress(FileExistsError):
-        beginning().touch(exist_ok=False)
-    return beginning().stat().st_mtime
+        since_file().touch(exist_ok=False)
+    return since_file().stat().st_mtime
 
 
 @dataclass
@@ -127,7 +127,7 @@ class FlowRuns:
     """The flow runs of a server's work pool, the states of which it corrects."""
 
     api_url: str
-    since: float = field(default_factory=kept_since)
+    since: float = field(default_factory=watching_since)
     gone: dict[str, float] = field(default_factory=dict)  # state id -> when its flow run was first without a process
 
     def check(self) -> None:
@@ -239,6 +239,7 @@ def age(run: FlowRun) -> float:
 
 
 def main() -> None:
+    """Run the keeper for the server of PREFECT_API_URL until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stopped = threading.Event()

@@ -16,7 +16,7 @@ import typer
 
 from areal_tasks.engines.ports import probe_port
 from flows.cli import automations, processes
-from flows.cli.keeper import beginning, server_command, stop_flow_runs
+from flows.cli.keeper import server_command, since_file, stop_flow_runs
 from flows.cli.processes import alive, end, flow_processes, parts, python, running, spawn, ui_url
 from flows.cli.projects import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.home import home, last_lines
@@ -55,7 +55,7 @@ def down() -> None:
         if api_url := running():
             _cancel_flow_runs(api_url)
         _end_all()
-        beginning().unlink(missing_ok=True)  # the next `up` must not retry flow runs that crash from here on
+        since_file().unlink(missing_ok=True)  # the next `up` must not retry flow runs that crash from here on
         typer.echo("stopped")
 
 

@@ -15,15 +15,15 @@ from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
 from areal_tasks.launchers.placement import propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.history.journal import end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import read_owners
 from areal_tasks.store.runs import Run
-from areal_tasks.store.waits import standing_waits
+from areal_tasks.store.waits import current_waits
 from flows.cli.inspect import next_recipe
 from flows.cli.output import show
 from schemas.errors import UserError
-from schemas.manifest import ENDINGS, NodeRecord, OwnerRecord, ServiceRecord
+from schemas.manifest import NodeRecord, OwnerRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe
 
 #: A record of a service's start: its name, and the number of the start.
@@ -79,23 +79,22 @@ def machines_of(recipe: Recipe) -> list[Machine]:
 def run_placement(run: Run, changes: Sequence[str], as_json: bool) -> None:
     """Print where the services of a run are; if its flow has ended, where they would run if it began again."""
     recipe = next_recipe(run, changes)
-    if (owner := standing_owner(run)) is None:
+    if (owner := running_owner(run)) is None:
         plan_placement(recipe, as_json)
         return
     title = f"run {run.name}, start {owner.n} of its flow, on {owner.host} since {owner.started[:19]} UTC"
     show(running_rows(run, recipe, owner.n), as_json, title)
 
 
-def standing_owner(run: Run) -> OwnerRecord | None:
+def running_owner(run: Run) -> OwnerRecord | None:
     """The newest start of the run's flow, unless the run's log says that it has ended."""
     owners = read_owners(run)
-    ended = {line.details.get("owner") for line in read_log(run.store, run.name) if line.action in ENDINGS}
-    return owners[-1] if owners and owners[-1].n not in ended else None
+    return owners[-1] if owners and end_of_start(run.store, run.name, owners[-1].n) is None else None
 
 
 def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
     """The services of a start of the flow: on which machine each runs, starts, or what it waits for."""
-    waits = record.waits if (record := standing_waits(run)) else ()
+    waits = record.waits if (record := current_waits(run)) else ()
     why, gpus = {wait.at: wait.says for wait in waits}, placed_gpus(run, owner)
     asked = dict.fromkeys(service_needs(recipe, bool(external_servers())), 0)
     starts = sorted((asked | newest_starts(run, owner)).items())
@@ -121,6 +120,7 @@ def placed_gpus(run: Run, owner: int) -> dict[str, str]:
 def running_row(
     run: Run, owner: int, start: tuple[str, int], gpus: Mapping[str, str], why: Mapping[str, str]
 ) -> dict[str, Any]:
+    """A service as a row. `start`: its name and number of restarts; `why`: by service, what it waits for."""
     name, restart = start
     service = find_record(run.store, paths.service(run.name, owner, name, restart), ServiceRecord)
     node = find_record(run.store, paths.node(run.name, owner, name, restart), NodeRecord)

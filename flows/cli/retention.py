@@ -13,11 +13,11 @@ import typer
 
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.files import materialise, read_weights
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.retention.gc import Item, Rule, plan
-from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
+from areal_tasks.store.retention.gc import Removal, RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_remove import interrupted_removals, plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import (
     WeightsVersion,
@@ -48,18 +48,18 @@ def weights(
     if what not in _WORDS or len(given) != _WORDS[what]:
         raise UserError(f"arealflow weights {run}: {' '.join([what, *given])!r} should be one of: {_USAGE}")
     place = open_store(store)
-    there = load_run(place, run)
+    loaded = load_run(place, run)
     if what == "list":
-        show([_version_row(version, as_json) for version in list_weights(there)], as_json, f"weights of {run}")
+        show([_version_row(version, as_json) for version in list_weights(loaded)], as_json, f"weights of {run}")
     elif what == "export":
-        _export(there, given[0], Path(given[1]))
+        _export(loaded, given[0], Path(given[1]))
     elif what == "compare":
-        show(_compared(there, *given), as_json, f"{run}: version {given[0]} and version {given[1]}")
+        show(_compared(loaded, *given), as_json, f"{run}: version {given[0]} and version {given[1]}")
     elif what == "tag":
-        made = tag_weights(place, run, given[1], find_weights(there, given[0]))
+        made = tag_weights(place, run, given[1], find_weights(loaded, given[0]))
         typer.echo(f"version {made.version} of {run} is {made.tag!r}, and safe from gc")
     else:
-        kept = protect_weights(place, run, find_weights(there, given[0]))
+        kept = protect_weights(place, run, find_weights(loaded, given[0]))
         typer.echo(f"version {kept.version} of {run} is safe from gc")
 
 
@@ -80,7 +80,7 @@ def _version_row(version: WeightsVersion, as_json: bool) -> dict[str, object]:
 def _export(run: Run, name: str, into: Path) -> None:
     ref = find_weights(run, name)
     size = export_weights(run.store, ref, into)
-    append(run.store, run.name, "exported", {"version": ref.version, "weights_attempt": ref.attempt, "bytes": size})
+    append_log(run.store, run.name, "exported", {"version": ref.version, "weights_attempt": ref.attempt, "bytes": size})
     typer.echo(f"version {ref.version} of {run.name}: {size:,} bytes in {into}")
 
 
@@ -118,10 +118,10 @@ def gc(
 
     Keeps everything that a running run, a fork, a replay, another run's initial weights, a tag or a restart needs.
     """
-    place, rule = open_store(store), Rule(keep_weights, keep_checkpoints, older_than * 3600)
+    place, rule = open_store(store), RetentionRule(keep_weights, keep_checkpoints, older_than * 3600)
     if whole and not run:
         raise UserError("--remove removes a whole run: name it with --run NAME")
-    items = [whole_run(place, run, rule.older_than)] if whole else _plan_items(place, rule, run)
+    items = [plan_run_removal(place, run, rule.older_than)] if whole else _plan_items(place, rule, run)
     done = _remove_items(place, items, rule) if yes else []
     if as_json:
         show([_item_row(item, yes and item in done) for item in items], True)
@@ -131,20 +131,22 @@ def gc(
             typer.echo(f"(files written in the last {older_than:g} hours are kept: --older-than)")
 
 
-def _plan_items(store: Store, rule: Rule, run: str) -> list[Item]:
-    partial = [whole_run(store, name, rule.older_than) for name in interrupted(store) if run in ("", name)]
-    return [*partial, *(plan(store, rule, run) if run not in {item.run for item in partial} else [])]
+def _plan_items(store: Store, rule: RetentionRule, run: str) -> list[Removal]:
+    partial = [
+        plan_run_removal(store, name, rule.older_than) for name in interrupted_removals(store) if run in ("", name)
+    ]
+    return [*partial, *(plan_removals(store, rule, run) if run not in {item.run for item in partial} else [])]
 
 
-def _remove_items(store: Store, items: Sequence[Item], rule: Rule) -> list[Item]:
+def _remove_items(store: Store, items: Sequence[Removal], rule: RetentionRule) -> list[Removal]:
     for item in items:
         if item.kind == "run":
             remove_run(store, item, rule.older_than)
     runs = [item for item in items if item.kind == "run"]
-    return [*runs, *execute(store, [item for item in items if item.kind != "run"])]
+    return [*runs, *remove_planned(store, [item for item in items if item.kind != "run"])]
 
 
-def _item_row(item: Item, removed: bool) -> dict[str, Any]:
+def _item_row(item: Removal, removed: bool) -> dict[str, Any]:
     return {
         "run": item.run,
         "kind": item.kind,
@@ -157,7 +159,7 @@ def _item_row(item: Item, removed: bool) -> dict[str, Any]:
     }
 
 
-def _print_items(items: Sequence[Item], done: Sequence[Item], yes: bool) -> None:
+def _print_items(items: Sequence[Removal], done: Sequence[Removal], yes: bool) -> None:
     for item in items:
         left = "" if not yes or item in done else " (kept: it is in use now)"
         typer.echo(f"{item.path}: {item.kind}, {len(item.files)} files, {item.bytes:,} bytes: {item.why}{left}")

@@ -9,7 +9,7 @@ import httpx
 import typer
 
 from flows.cli.processes import needed_server
-from flows.credentials import BLOCK, NEEDED, of_environment
+from flows.credentials import BLOCK, NEEDED, keys_in_environment
 from schemas.errors import UserError
 
 _REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
@@ -51,7 +51,7 @@ def keep_keys() -> str:
     """Replace the server's keys by those of the environment. Returns the message for the user."""
     from prefect.blocks.system import Secret
 
-    keys = of_environment()
+    keys = keys_in_environment()
     if missing := [name for name in NEEDED if name not in keys]:
         raise UserError(f"{missing[0]} is not set: export the keys for flow runs, then try again")
     Secret(value=json.dumps(keys)).save(BLOCK, overwrite=True)

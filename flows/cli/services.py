@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from areal_tasks.store.backend import Store, StoreError, open_store
-from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.search import last_owner
 from areal_tasks.store.service_logs import LogName, ServiceLog, service_logs
@@ -23,7 +23,6 @@ from areal_tasks.store.system import newest_record, read_samples, watch
 from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of
 from flows.home import logs_folder
 from schemas.errors import UserError
-from schemas.manifest import ENDINGS
 
 FOLLOW_SECONDS: Final = 2.0
 
@@ -127,8 +126,7 @@ class Watcher:
 
     def ended(self) -> str:
         """How and when the last start of the flow ended, as far as the run's log says; else empty."""
-        lines = [line for line in read_log(self.run.store, self.run.name) if line.details.get("owner") == self.owner]
-        end = next((line for line in lines if line.action in ENDINGS), None)
+        end = end_of_start(self.run.store, self.run.name, self.owner)
         return f"{end.action} at {end.time[:19]} UTC" if end else ""
 
     def refresh(self) -> bool:

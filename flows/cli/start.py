@@ -27,7 +27,7 @@ from areal_tasks.store.runs import Run, load_run
 from flows.cli import processes
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compared
 from flows.cli.projects import is_file
-from flows.credentials import in_environment, on_s3
+from flows.credentials import on_s3, set_key_variables
 from flows.home import add_import_folder, home
 from flows.server import TemporaryServer
 from schemas.errors import UserError
@@ -92,7 +92,7 @@ def run(
 ) -> None:
     """Run a recipe in this process; its services are threads unless launcher.type is given."""
     name, changes = run_and_changes(overrides)
-    loaded = in_threads(recipe, [*changes, *in_store(store, changes)])
+    loaded = load_with_threads(recipe, [*changes, *store_override(store, changes)])
     if is_file(recipe):
         add_import_folder(Path(recipe).parent)
     check_start(loaded, name)
@@ -104,18 +104,18 @@ def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None
     """What the flow checks as it starts, so that Prefect's log does not repeat the UserError. `origin`: of a child."""
     add_import_folder(Path.cwd())
     check_engines(recipe)
-    if not on_s3(recipe.store.url) or in_environment() or not may_keep_keys():
+    if not on_s3(recipe.store.url) or set_key_variables() or not prefect_may_have_keys():
         check_inputs(recipe, name, origin)
     check_code(recipe)
 
 
-def may_keep_keys() -> bool:
+def prefect_may_have_keys() -> bool:
     """Whether Prefect may keep S3 keys, which only the flow asks for: a server runs, or there is a database for one."""
     named = processes.named_server() or os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL")
     return bool(named) or (home() / "prefect" / "prefect.db").exists()
 
 
-def in_store(store: str, changes: Sequence[str]) -> list[str]:
+def store_override(store: str, changes: Sequence[str]) -> list[str]:
     """`--store` as a change of the recipe. UserError if the changes name another store."""
     if not store:
         return []
@@ -125,7 +125,7 @@ def in_store(store: str, changes: Sequence[str]) -> list[str]:
     return [f"store.url={json.dumps(store, ensure_ascii=False)}"]  # JSON is YAML
 
 
-def in_threads(recipe: str, changes: Sequence[str]) -> Recipe:
+def load_with_threads(recipe: str, changes: Sequence[str]) -> Recipe:
     """The recipe, with its services as threads unless a change sets the launcher.
 
     Raises:
@@ -137,10 +137,10 @@ def in_threads(recipe: str, changes: Sequence[str]) -> Recipe:
     try:
         return load_recipe(recipe, ["launcher.type=inline", *changes])
     except UserError as error:
-        raise UserError(without_threads(recipe, loaded)) from error
+        raise UserError(needs_processes_message(recipe, loaded)) from error
 
 
-def without_threads(recipe: str, loaded: Recipe) -> str:
+def needs_processes_message(recipe: str, loaded: Recipe) -> str:
     """The error message for a recipe whose services cannot be threads, with what to do instead."""
     return (
         f"`arealflow run` runs services as threads of its own process, and those of {recipe} need processes. Run "
@@ -165,20 +165,20 @@ def fork(
 ) -> None:
     """Continue a run from an iteration as a new run, with or without changes; earlier history is shared, not copied."""
     name, changes = run_and_changes(overrides)
-    there = load_run(open_store(store), parent)
-    check_forkable(there, at)
-    recipe, origin = parse_recipe(parent_values(there, at), parent, changes), Origin(parent, at)
+    loaded = load_run(open_store(store), parent)
+    check_forkable(loaded, at)
+    recipe, origin = parse_recipe(parent_values(loaded, at), parent, changes), Origin(parent, at)
     name = name or child_name(f"{parent}-at-{at}", changes)
-    if not there.store.exists(run_record(name)):
-        check_first_start(there, origin)  # the flow checks it too, some seconds later
+    if not loaded.store.exists(run_record(name)):
+        check_first_start(loaded, origin)  # the flow checks it too, some seconds later
     check_start(recipe, name, origin)
 
     typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = run_recipe(recipe, name, fork=f"{parent}@{at}")
-    typer.echo(json.dumps(result | parentage(origin), default=str, indent=1) if as_json else outcome(result))
+    typer.echo(json.dumps(result | origin_values(origin), default=str, indent=1) if as_json else outcome(result))
 
 
-def parentage(origin: Origin) -> dict[str, Any]:
+def origin_values(origin: Origin) -> dict[str, Any]:
     """A child's origin as values for JSON: `iteration` is its first own one."""
     values = {"kind": origin.kind, "parent": origin.parent, "iteration": origin.iteration}
     if origin.kind == "fork":
@@ -211,7 +211,7 @@ def replay(
 ) -> None:
     """Rebuild only the stages that a change affects, with the recorded rollouts; compare with the original."""
     name, changes = run_and_changes(overrides)
-    there = load_run(open_store(store), run)
+    loaded = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
     settings = [
         *changes,
@@ -220,7 +220,7 @@ def replay(
         *(["on policy"] if on_policy else []),
     ]
     name = name or child_name(f"{run}-{start}", settings)
-    check_replay(there, origin, name, changes)
+    check_replay(loaded, origin, name, changes)
 
     typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = call_flow(
@@ -232,16 +232,16 @@ def replay(
         until=until,
         at=at,
         on_policy=on_policy,
-        store=there.store.url,
+        store=loaded.store.url,
     )
-    print_comparison(result | parentage(origin), as_json)
+    print_comparison(result | origin_values(origin), as_json)
 
 
-def check_replay(there: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:
+def check_replay(loaded: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:
     """UserError unless the flow can start this replay."""
     from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
 
-    check_start(replay_segments(there, origin, name, changes)[-1][1], name, origin)
+    check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)
 
 
 def print_comparison(result: dict[str, Any], as_json: bool) -> None:

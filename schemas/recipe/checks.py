@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import PydanticCustomError
 
-from schemas.recipe.idle import evaluates, idle_knobs, splits
+from schemas.recipe.no_effect import evaluates, has_splits, settings_without_effect
 from schemas.recipe.sources import SPLIT, SUFFIXES, holds_credentials, source_kind
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PROBLEMS: Final = "recipe_problems"
 def refuse_problems(recipe: BaseRecipe, checks: Iterable[Callable[[Any], Iterable[str]]]) -> None:
     """Raise one pydantic error that lists every problem of `recipe`, if there is any."""
     secrets = list(credentials(recipe))  # other messages might repeat them
-    problems = secrets or [message for check in (*checks, idle_knobs) for message in check(recipe)]
+    problems = secrets or [message for check in (*checks, settings_without_effect) for message in check(recipe)]
     if problems:
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "\n".join(problems), "problems": problems})
 
@@ -163,7 +163,7 @@ def check_evaluation(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
 
 def check_held_out(r: RlhfRecipe) -> Iterator[str]:
     """A run evaluates on rows that it does not train on."""
-    if evaluates(r) and not splits(r):
+    if evaluates(r) and not has_splits(r):
         yield (
             f"evaluation.every: data.source '{r.data.source}' is one file, so that evaluation would read the training "
             f"data; use {SPLIT} in its name or set every to 0"

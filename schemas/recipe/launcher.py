@@ -23,7 +23,7 @@ class Needs(Section):
     memory_mb: int = operational(0, ge=0, le=10**8, description="Memory; 0: not stated.")
 
 
-class Placed(Section):
+class Resources(Section):
     """What services need of their machine."""
 
     trainer: Needs = section(Needs, "The trainer, on each of its machines: all ranks there together.")
@@ -85,7 +85,7 @@ class Launcher(Section):
         description="On several machines: seconds after which a service that has lost its flow ends, and a flow counts "
         "a service that does not answer as ended.",
     )
-    resources: Placed = section(Placed, "What services need of their machine, for `slurm`, `ray` and your own.")
+    resources: Resources = section(Resources, "What services need of their machine, for `slurm`, `ray` and your own.")
     slurm: Slurm = section(Slurm, "How Slurm runs services.")
     startup_seconds: float = operational(
         180.0, gt=0, le=86400, description="Time limit for a service to become ready.", live=True

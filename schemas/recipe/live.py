@@ -1,4 +1,4 @@
-"""Which fields `arealflow set` may change while a run goes on, and why it refuses others."""
+"""The fields that `arealflow set` may change in a running run, and the reasons for refusing others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STAYS_POSITIVE: Final = {
 
 
 def live_values(recipe: BaseRecipe) -> dict[str, Any]:
-    """The present values of all fields that may change, by dotted path."""
+    """The present values of all live fields, by dotted path."""
     return {path: value for path, value, info in leaves(recipe) if is_live(info)}
 
 

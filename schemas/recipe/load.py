@@ -38,16 +38,20 @@ def list_recipes() -> list[str]:
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or in that file, with overrides like `rollout.groups=8`. UserError lists all errors.
 
-    A relative data path in a recipe file may refer to the current folder or the file's: see `with_data`.
+    A relative data path in a recipe file may refer to the current folder or the file's: see `with_absolute_data`.
     """
     values = parse_yaml(_read(str(name_or_path)), str(name_or_path))
     if not isinstance(values, dict):
         raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
     recipe = parse_recipe(values, str(name_or_path), overrides)
-    return recipe if str(name_or_path) in list_recipes() else with_data(recipe, Path(name_or_path).resolve().parent)
+    return (
+        recipe
+        if str(name_or_path) in list_recipes()
+        else with_absolute_data(recipe, Path(name_or_path).resolve().parent)
+    )
 
 
-def with_data(recipe: Recipe, folder: Path) -> Recipe:
+def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe, with its data path made absolute if it is relative and its files exist only in `folder`.
 
     A path in the current folder stays relative, as runs have recorded it.
@@ -104,7 +108,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
     return result
 
 
-def first_name(name: str) -> str:
+def sft_run_name(name: str) -> str:
     """The name of the SFT run whose last weights the run `name` begins with."""
     return f"{name}-sft"
 
@@ -118,7 +122,7 @@ def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
     first = load_recipe(recipe.model.warm_start)
     if not isinstance(first, SftRecipe):
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
-    model = recipe.model.model_copy(update={"path": f"run://{first_name(name)}", "warm_start": ""})
+    model = recipe.model.model_copy(update={"path": f"run://{sft_run_name(name)}", "warm_start": ""})
     shared = {"store": recipe.store, "launcher": recipe.launcher}
     return first.model_copy(update=shared), recipe.model_copy(update={"model": model})
 
@@ -220,6 +224,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's floats, refusing duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in SafeLoader. ConstructorError, with line and column, for a key that is no text or occurs twice."""
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)

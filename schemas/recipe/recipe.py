@@ -14,17 +14,15 @@ from schemas.recipe.sections import (
     Alerts,
     Data,
     Evaluation,
-    Grpo,
     Inference,
     Model,
     Reward,
     Rollout,
     Schedule,
-    Sft,
     StoreSettings,
-    Trainer,
     Workflow,
 )
+from schemas.recipe.training import Grpo, Sft, Trainer
 
 FLOW = "The flow that runs this recipe."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -59,6 +60,11 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     found = parse_recipe(nested, recipe.name)
     assert isinstance(found, type(recipe)), "the flow is the same"
     return found
+
+
+def overrides_text(values: Mapping[str, Any]) -> str:
+    """Fields and values in the form of overrides: `algorithm.minibatches=2, …`."""
+    return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
 
 
 def _is_kept(info: FieldInfo, value: Any, known: Any) -> bool:

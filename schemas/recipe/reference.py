@@ -18,8 +18,8 @@ from pydantic_core import PydanticUndefined
 
 from schemas.recipe.checks import REFUSED_KEYS
 from schemas.recipe.fields import Section, former_name, former_values, is_live, is_semantic, nested_section
-from schemas.recipe.idle import IDLE
 from schemas.recipe.load import RECIPES
+from schemas.recipe.no_effect import NO_EFFECT
 from schemas.recipe.recipe import BaseRecipe
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "recipe.md"
@@ -163,12 +163,12 @@ def _number(bound: Any) -> str:
 
 def _rules() -> str:
     fields: dict[str, list[str]] = {}
-    for row in IDLE:
+    for row in NO_EFFECT:
         fields.setdefault(row.when, []).append(f"`{row.field}`")
-    idle = [f"- {', '.join(names)}: no effect {when}." for when, names in fields.items()]
+    without = [f"- {', '.join(names)}: no effect {when}." for when, names in fields.items()]
     refused = [f"- `{key}`: {reason}." for key, reason in REFUSED_KEYS.items()]
     head = "A field that differs from its default where it has no effect is an error, which says what to do instead:"
-    return "\n".join(["## Settings without effect", "", head, "", *idle, "", "## Refused keys", "", *refused, ""])
+    return "\n".join(["## Settings without effect", "", head, "", *without, "", "## Refused keys", "", *refused, ""])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.algorithms.behaviour import Bound, behaviour_weights
-from areal_tasks.algorithms.log_ratios import LIMIT, beyond, bounded, k3
+from areal_tasks.algorithms.log_ratios import MAX_LOG_RATIO, any_above, bounded, k3
 from areal_tasks.algorithms.losses import policy_terms
 
 CLIP = 0.2
-TOP = math.exp(LIMIT)
+TOP = math.exp(MAX_LOG_RATIO)
 FAR = (-1000.0, -89.0, 89.0, 1000.0)
 NATS = st.floats(-1e4, 1e4, width=32)
 WITHIN = st.floats(-1e4, 20, width=32)
 ADVANTAGE = st.floats(-100, 100, width=32)
 
 
-def surrogate(log_ratio: float, advantage: float, limit: float = LIMIT) -> tuple[float, float, bool]:
+def surrogate(log_ratio: float, advantage: float, limit: float = MAX_LOG_RATIO) -> tuple[float, float, bool]:
     """Loss, gradient and clipped of one token whose policy and proximal policy differ by `log_ratio`."""
     logprobs = torch.tensor([log_ratio], requires_grad=True)
     terms = policy_terms(logprobs, torch.zeros(1), torch.tensor([advantage]), CLIP, limit)
@@ -29,7 +29,7 @@ def surrogate(log_ratio: float, advantage: float, limit: float = LIMIT) -> tuple
     return terms.loss.item(), gradient.item(), bool(terms.clipped)
 
 
-def penalty(log_r: float, limit: float = LIMIT) -> tuple[float, float]:
+def penalty(log_r: float, limit: float = MAX_LOG_RATIO) -> tuple[float, float]:
     """k3 and its gradient with respect to the policy's logprob, where reference and policy differ by `log_r`."""
     logprobs = torch.tensor([-log_r], requires_grad=True)
     value = k3(logprobs, torch.zeros(1), limit)
@@ -57,8 +57,8 @@ def test_the_surrogate_of_a_far_token_by_hand(log_ratio: float, advantage: float
 @pytest.mark.parametrize(
     ("log_r", "value", "gradient"),
     [
-        (1000.0, TOP - 1 - LIMIT, 0.0),
-        (89.0, TOP - 1 - LIMIT, 0.0),
+        (1000.0, TOP - 1 - MAX_LOG_RATIO, 0.0),
+        (89.0, TOP - 1 - MAX_LOG_RATIO, 0.0),
         (-89.0, 89.0 - 1, 1.0),  # a policy that has left the reference behind is still pulled back
         (-1000.0, 1000.0 - 1, 1.0),
     ],
@@ -78,9 +78,9 @@ def test_what_is_within_the_bound_is_the_same_to_the_bit(log_ratio: float, advan
     assert surrogate(log_ratio, advantage) == surrogate(log_ratio, advantage, math.inf)
     assert penalty(log_ratio) == penalty(log_ratio, math.inf)
     pair = torch.tensor([log_ratio]), torch.zeros(1)
-    near, free = (behaviour_weights(pair[0], Bound("cap", 2.0), limit).applied for limit in (LIMIT, math.inf))
+    near, free = (behaviour_weights(pair[0], Bound("cap", 2.0), limit).applied for limit in (MAX_LOG_RATIO, math.inf))
     assert torch.equal(near, free)
-    assert not beyond(LIMIT, pair[0]).any()
+    assert not any_above(MAX_LOG_RATIO, pair[0]).any()
 
 
 @pytest.mark.parametrize("far", FAR)
@@ -97,10 +97,10 @@ def test_without_a_bound_a_clipped_token_has_no_gradient_to_speak_of() -> None:
 
 def test_a_token_counts_once_whichever_of_its_log_ratios_is_too_large() -> None:
     first, second = torch.tensor([0.0, 21.0, 21.0, -50.0]), torch.tensor([20.0, 0.0, 99.0, math.inf])
-    assert beyond(LIMIT, first, second).tolist() == [False, True, True, True]
-    assert not beyond(math.inf, first, second).any()
+    assert any_above(MAX_LOG_RATIO, first, second).tolist() == [False, True, True, True]
+    assert not any_above(math.inf, first, second).any()
 
 
 def test_what_is_no_number_stays_none() -> None:
-    found = bounded(torch.tensor([math.nan, math.inf, -math.inf]), LIMIT)
-    assert found[0].isnan() and found[1:].tolist() == [LIMIT, -math.inf]
+    found = bounded(torch.tensor([math.nan, math.inf, -math.inf]), MAX_LOG_RATIO)
+    assert found[0].isnan() and found[1:].tolist() == [MAX_LOG_RATIO, -math.inf]

@@ -12,7 +12,7 @@ from stage_driver import drive, store_in, tiny
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.retention.compact import compact
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.weights import tag_weights
@@ -39,11 +39,11 @@ def make(folder: Path) -> None:
     )
     head = run.head()
     assert head is not None and head.checkpoint is not None
-    append(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_before(0)})
+    append_log(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_before(0)})
     tag_weights(run.store, "small", "first", run.commit(0).weights)
     catalog = Catalog(run)
     compact(run, catalog, catalog.regions)
-    append(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_before(2)})
+    append_log(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_before(2)})
 
 
 @pytest.fixture

@@ -14,16 +14,17 @@ from stage_driver import store_in
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.history.audit import Report, audit
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.audit import AuditReport, audit
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import list_runs, load_run
+from areal_tasks.store.run_list import list_runs
+from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 from schemas.manifest import SCHEMA_VERSION
 
 
-def defects(report: Report) -> dict[str, str]:
+def defects(report: AuditReport) -> dict[str, str]:
     return {defect.path: defect.what for defect in report.defects}
 
 
@@ -38,7 +39,7 @@ def test_a_sound_run_has_one_root_and_no_defect(small: Store) -> None:
 
 def test_the_root_is_that_of_the_history_and_not_of_the_log(small: Store) -> None:
     before = audit(small, "small").root
-    append(small, "small", "exported", {"version": 1})
+    append_log(small, "small", "exported", {"version": 1})
     assert audit(small, "small").root == before
 
 

@@ -14,22 +14,23 @@ from pathlib import Path
 import pytest
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests, drive, finished, start_driver, store_in, tiny
-from waiting import meet
+from waiting import rendezvous
 from warm_processes import Process
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.history.journal import append, read_log
+from areal_tasks.store.history.journal import append_log, read_log
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
 from areal_tasks.store.retention import gc, gc_live
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.retention.gc import Item, Rule, _attempts, _used_by_stages, plan
-from areal_tasks.store.retention.gc_live import read_run
-from areal_tasks.store.retention.gc_remove import execute, interrupted, remove_run, whole_run
-from areal_tasks.store.runs import list_runs, load_run, open_run
+from areal_tasks.store.retention.gc import Removal, RetentionRule, _attempts, _used_by_stages, plan_removals
+from areal_tasks.store.retention.gc_live import read_run_files
+from areal_tasks.store.retention.gc_remove import interrupted_removals, plan_run_removal, remove_planned, remove_run
+from areal_tasks.store.run_list import list_runs
+from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.weights import find_weights, protect_weights, tag_weights
 from flows.cli import main
 from schemas.errors import UserError
@@ -37,8 +38,8 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import Recipe
 
 ITERATIONS = 4
-AT_ONCE = Rule(older_than=0.0)
-NEWEST = Rule(keep_weights=1, keep_checkpoints=1, older_than=0.0)
+AT_ONCE = RetentionRule(older_than=0.0)
+NEWEST = RetentionRule(keep_weights=1, keep_checkpoints=1, older_than=0.0)
 
 
 def short(iterations: int = ITERATIONS) -> Recipe:
@@ -55,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the finished run `r`: four iterations, a checkpoint after each. Not to be altered."""
     folder = tmp_path_factory.mktemp("whole")
     run = finished(folder, "r", short())
-    append(run.store, "r", "finished", {"owner": 1})
+    append_log(run.store, "r", "finished", {"owner": 1})
     return folder
 
 
@@ -73,7 +74,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def versions(items: list[Item], kind: str) -> list[int]:
+def versions(items: list[Removal], kind: str) -> list[int]:
     return sorted(item.version.version for item in items if item.version and item.kind == kind)
 
 
@@ -87,7 +88,7 @@ def on_disk(store: Store, run: str, kind: str = "weights") -> list[int]:
 
 
 def test_a_finished_run_has_nothing_to_remove(folder: Path) -> None:
-    assert plan(store_in(folder), AT_ONCE) == []
+    assert plan_removals(store_in(folder), AT_ONCE) == []
 
 
 def test_what_a_crash_left_behind_goes_once_the_run_has_ended(folder: Path) -> None:
@@ -95,14 +96,14 @@ def test_what_a_crash_left_behind_goes_once_the_run_has_ended(folder: Path) -> N
     for path in ("iteration=000001/stage=train/attempt=dead/x.parquet", "weights/version=000002/attempt=dead/x"):
         store.put(f"r/{path}", b"lost")
     store.put("r/iteration=000001/.commit.json.1234", b"{")
-    found = plan(store, AT_ONCE)
+    found = plan_removals(store, AT_ONCE)
     assert sorted((item.kind, item.bytes) for item in found) == [("attempt", 4), ("attempt", 4), ("temporary", 1)]
-    assert plan(store, Rule(older_than=3600.0)) == [], "they are too young"
+    assert plan_removals(store, RetentionRule(older_than=3600.0)) == [], "they are too young"
     open_run(store, "r", short())  # a later start: it may be at work, but not on what is older than itself
-    assert sorted(item.path for item in plan(store, AT_ONCE)) == sorted(item.path for item in found)
+    assert sorted(item.path for item in plan_removals(store, AT_ONCE)) == sorted(item.path for item in found)
     store.put("r/iteration=000002/stage=train/attempt=new/x.parquet", b"mine")
-    assert len(plan(store, AT_ONCE)) == 3, "what the last start wrote stays, while it may be at work"
-    assert len(execute(store, found)) == 3
+    assert len(plan_removals(store, AT_ONCE)) == 3, "what the last start wrote stays, while it may be at work"
+    assert len(remove_planned(store, found)) == 3
     assert [line.action for line in read_log(store, "r")] == ["finished", "removed", "removed"]
     report = audit(store, "r")
     assert report.sound and report.unselected_files == 1
@@ -113,29 +114,29 @@ def test_an_attempt_that_was_committed_after_all_stays(folder: Path) -> None:
     ref = next(ref for ref in run.commit(1).stages if ref.stage == "verify")
     data = store.read(ref.path)
     Path(store.uri(ref.path)).unlink()
-    [item] = [item for item in plan(store, AT_ONCE) if "stage=verify" in item.path]
+    [item] = [item for item in plan_removals(store, AT_ONCE) if "stage=verify" in item.path]
     store.create(ref.path, data)  # a writer that was valid_compactions dead
-    assert execute(store, [item]) == [] and audit(store, "r").sound
+    assert remove_planned(store, [item]) == [] and audit(store, "r").sound
 
 
 def test_old_versions_go_and_the_run_is_audited_and_goes_on(folder: Path, expected: Digests) -> None:
     store, root = store_in(folder), audit(store_in(folder), "r").root
-    found = plan(store, NEWEST)
+    found = plan_removals(store, NEWEST)
     assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 2, 3], [1, 2, 3])
-    assert execute(store, found) == found
+    assert remove_planned(store, found) == found
     assert (on_disk(store, "r"), on_disk(store, "r", "checkpoints")) == ([0, 4], [4])
     report = audit(store, "r")
     assert report.sound and report.root == root and len(report.removed) == 6
     assert {removed.reason for removed in report.removed} == {"--keep-weights 1", "--keep-checkpoints 1"}
     assert read_log(store, "r")[-2].details["versions"] == "1 2 3"
-    assert plan(store, NEWEST) == []
+    assert plan_removals(store, NEWEST) == []
     drive(folder, "r", short(ITERATIONS + 1))
     assert digests(folder, "r") == expected
 
 
 def test_at_least_one_version_is_kept() -> None:
     with pytest.raises(UserError, match="--keep-weights 0: a run needs its newest one"):
-        Rule(keep_weights=0)
+        RetentionRule(keep_weights=0)
 
 
 def test_an_interrupted_removal_of_a_compaction_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +144,12 @@ def test_an_interrupted_removal_of_a_compaction_is_no_damage(folder: Path, monke
     for _ in range(2):
         compact_all(load_run(store, "r"))
     monkeypatch.setattr(gc, "_COMPACT_SECONDS", 0.0)
-    [item] = plan(store, AT_ONCE)
+    [item] = plan_removals(store, AT_ONCE)
     assert item.kind == "compaction" and len(item.files) > 2
     for path in item.files:
         Path(store.uri(path)).unlink()
         assert audit(store, "r").sound
-    assert plan(store, AT_ONCE) == []
+    assert plan_removals(store, AT_ONCE) == []
 
 
 # ── what stays ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,15 +163,15 @@ def test_tagged_and_protected_versions_stay(folder: Path) -> None:
     store = store_in(folder)
     tag_weights(store, "r", "best", weights_of(store, 2))
     protect_weights(store, "r", weights_of(store, 1))
-    assert versions(plan(store, NEWEST), "weights") == [3]
+    assert versions(plan_removals(store, NEWEST), "weights") == [3]
 
 
 def test_what_a_fork_needs_stays_and_a_fork_of_what_is_gone_is_refused(folder: Path) -> None:
     store = store_in(folder)
     open_run(store, "child", short(), origin=Origin("r", 2))
-    found = plan(store, NEWEST)
+    found = plan_removals(store, NEWEST)
     assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 3], [1, 3])
-    execute(store, found)
+    remove_planned(store, found)
     with pytest.raises(UserError, match=r"weights of version 3 of run 'r' were removed .*--keep-weights 1"):
         open_run(store, "late", short(), origin=Origin("r", 3))
     assert store.exists(paths.run_record("child")) and not store.exists(paths.run_record("late"))
@@ -181,48 +182,48 @@ def test_what_a_fork_needs_stays_and_a_fork_of_what_is_gone_is_refused(folder: P
 def test_all_that_a_replay_may_read_stays(folder: Path) -> None:
     store = store_in(folder)
     open_run(store, "again", short(), origin=Origin("r", 0, "replay", True, "verify", ""))
-    assert plan(store, NEWEST) == []
+    assert plan_removals(store, NEWEST) == []
 
 
 def test_what_is_tagged_through_a_fork_stays(folder: Path) -> None:
     store = store_in(folder)
     child = open_run(store, "child", short(), origin=Origin("r", 3))
-    assert versions(plan(store, NEWEST, "r"), "weights") == [1, 2], "the fork starts from version 3"
+    assert versions(plan_removals(store, NEWEST, "r"), "weights") == [1, 2], "the fork starts from version 3"
     protect_weights(store, "child", find_weights(child, "1"))
-    assert versions(plan(store, NEWEST, "r"), "weights") == [2]
+    assert versions(plan_removals(store, NEWEST, "r"), "weights") == [2]
     tag_weights(store, "child", "best", find_weights(child, "2"))
-    assert versions(plan(store, NEWEST, "r"), "weights") == []
+    assert versions(plan_removals(store, NEWEST, "r"), "weights") == []
 
 
 def test_all_that_a_replay_of_a_fork_may_read_stays(folder: Path) -> None:
     store = store_in(folder)
     open_run(store, "child", short(), origin=Origin("r", 3))
     open_run(store, "again", short(), origin=Origin("child", 0, "replay", True, "verify", ""))
-    assert plan(store, NEWEST, "r") == [], "its history before iteration 3 is that of r"
+    assert plan_removals(store, NEWEST, "r") == [], "its history before iteration 3 is that of r"
 
 
 def test_weights_that_another_run_began_with_stay(folder: Path) -> None:
     store = store_in(folder)
     drive(folder, "next", tiny(model={"path": "run://r@2", "scratch": None}, schedule={"iterations": 1}))
-    assert versions(plan(store, NEWEST, "r"), "weights") == [1, 3]
+    assert versions(plan_removals(store, NEWEST, "r"), "weights") == [1, 3]
     for entry in entries(store, "r/references"):
         Path(store.uri(entry.path)).unlink()
-    assert versions(plan(store, NEWEST, "r"), "weights") == [1, 3], "its manifest names their files"
+    assert versions(plan_removals(store, NEWEST, "r"), "weights") == [1, 3], "its manifest names their files"
     with pytest.raises(UserError, match="next would lose"):
-        whole_run(store, "r", 0.0)
+        plan_run_removal(store, "r", 0.0)
 
 
 def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, found = store_in(folder), plan(store_in(folder), NEWEST)
-    needed = gc_live.needed
+    store, found = store_in(folder), plan_removals(store_in(folder), NEWEST)
+    needed = gc_live.needed_weights
 
     def late(*arguments: object) -> set[str]:
         with pytest.raises(UserError, match="weights of version 2 of run 'r' were removed"):
             tag_weights(store, "r", "late", weights_of(store, 2))
         return needed(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("areal_tasks.store.retention.gc_remove.needed", late)
-    gone = execute(store, found)
+    monkeypatch.setattr("areal_tasks.store.retention.gc_remove.needed_weights", late)
+    gone = remove_planned(store, found)
     assert versions(gone, "weights") == [1, 3] and 2 in on_disk(store, "r")
     report = audit(store, "r")
     assert report.sound and len(report.removed) == 5, "the tombstone of version 2 was taken back"
@@ -233,7 +234,7 @@ def test_the_files_are_looked_through_once_for_all_stages(folder: Path) -> None:
     store = store_in(folder)
     for k in range(ITERATIONS):
         store.put(f"r/iteration={k:06d}/stage=train/attempt=dead/x.parquet", b"lost")
-    run = read_run(store, "r", time.time())
+    run = read_run_files(store, "r", time.time())
     scans = Scanned(run.by_path)
     vars(run)["by_path"] = scans
     assert not {path for path in _used_by_stages(run, _attempts(run)) if "attempt=dead" in path}
@@ -258,7 +259,7 @@ def collect(folder: Path) -> None:
     store = store_in(folder)
     while True:
         try:
-            execute(store, plan(store, NEWEST))
+            remove_planned(store, plan_removals(store, NEWEST))
         except StoreError as error:
             if "does not exist" not in str(error):  # a file that its writer has just given its name
                 raise
@@ -275,7 +276,7 @@ def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expecte
     collector.wait()
     store = store_in(tmp_path)
     assert digests(tmp_path, "r") == expected
-    execute(store, plan(store, NEWEST))
+    remove_planned(store, plan_removals(store, NEWEST))
     report = audit(store, "r")
     assert report.sound and report.removed
     assert on_disk(store, "r") == [0, ITERATIONS + 1]
@@ -283,7 +284,7 @@ def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expecte
 
 def fork(folders: list[Path]) -> None:
     for folder in folders:
-        meet(folder, "both")
+        rendezvous(folder, "both")
         try:
             open_run(store_in(folder), "child", short(), origin=Origin("r", 2))
             outcome = "forked"
@@ -295,9 +296,9 @@ def fork(folders: list[Path]) -> None:
 def sweep(folders: list[Path]) -> None:
     for folder in folders:
         store = store_in(folder)
-        found = plan(store, NEWEST)
-        meet(folder, "both")
-        execute(store, found)
+        found = plan_removals(store, NEWEST)
+        rendezvous(folder, "both")
+        remove_planned(store, found)
 
 
 def test_a_fork_beside_gc_either_has_what_it_needs_or_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -327,12 +328,12 @@ def test_a_run_is_removed_when_nobody_needs_it(folder: Path) -> None:
     store = store_in(folder)
     open_run(store, "child", short(), origin=Origin("r", 2))
     with pytest.raises(UserError, match=r"'r' stays: child would lose what they refer to"):
-        whole_run(store, "r", 0.0)
+        plan_run_removal(store, "r", 0.0)
     with pytest.raises(UserError, match=r"'child' stays: its last start may still be running"):
-        whole_run(store, "child", 3600.0)
-    append(store, "child", "cancelled", {"owner": 1})
-    remove_run(store, whole_run(store, "child", 3600.0), 3600.0)
-    remove_run(store, whole_run(store, "r", 3600.0), 3600.0)
+        plan_run_removal(store, "child", 3600.0)
+    append_log(store, "child", "cancelled", {"owner": 1})
+    remove_run(store, plan_run_removal(store, "child", 3600.0), 3600.0)
+    remove_run(store, plan_run_removal(store, "r", 3600.0), 3600.0)
     assert list_runs(store) == []
     assert {e.path for e in entries(store, "r")} == {"r/tombstone.json", *(paths.log("r", n) for n in (1, 2, 3))}
     assert [line.action for line in read_log(store, "r")] == ["finished", "forked", "removed"]
@@ -342,12 +343,12 @@ def test_a_run_is_removed_when_nobody_needs_it(folder: Path) -> None:
 
 def test_a_removal_that_was_interrupted_is_finished(folder: Path) -> None:
     store = store_in(folder)
-    item = whole_run(store, "r", 0.0)
-    remove_run(store, Item(item.run, item.kind, item.path, item.files[:1], item.bytes, item.why), 0.0)
+    item = plan_run_removal(store, "r", 0.0)
+    remove_run(store, Removal(item.run, item.kind, item.path, item.files[:1], item.bytes, item.why), 0.0)
     store.put("r/weights/version=000001/attempt=x/left", b"over")
-    assert interrupted(store) == ["r"]
-    remove_run(store, whole_run(store, "r", 0.0), 0.0)
-    assert interrupted(store) == [] and not store.list("r/weights")
+    assert interrupted_removals(store) == ["r"]
+    remove_run(store, plan_run_removal(store, "r", 0.0), 0.0)
+    assert interrupted_removals(store) == [] and not store.list("r/weights")
 
 
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
@@ -379,8 +380,8 @@ def test_a_run_on_s3_is_audited_and_cleared_like_one_on_disk(whole: Path, s3: S3
     there.put("r/iteration=000001/stage=train/attempt=dead/x.parquet", b"lost")
     time.sleep(1.1)  # S3 tells times in seconds
     open_run(there, "r", short())
-    append(there, "r", "finished", {"owner": 2})
-    gone = execute(there, plan(there, NEWEST))
+    append_log(there, "r", "finished", {"owner": 2})
+    gone = remove_planned(there, plan_removals(there, NEWEST))
     assert versions(gone, "weights") == [1, 2, 3] and [item.kind for item in gone].count("attempt") == 1
     after = audit(there, "r")
     assert after.sound and after.root == before.root and len(after.removed) == 6

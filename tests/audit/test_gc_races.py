@@ -12,12 +12,12 @@ from areal_tasks.engines import models
 from areal_tasks.store import paths, runs
 from areal_tasks.store.backend import Exists, Store
 from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.fork import find_reference, leave_reference
+from areal_tasks.store.fork import find_reference, write_reference
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.retention.compact import compact
-from areal_tasks.store.retention.compacted import listed
-from areal_tasks.store.retention.gc import Rule, plan
-from areal_tasks.store.retention.gc_remove import execute
+from areal_tasks.store.retention.compacted import list_compactions
+from areal_tasks.store.retention.gc import RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_remove import remove_planned
 from areal_tasks.store.retention.tombstones import write_tombstone
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.weights import find_tag, tag_weights
@@ -35,9 +35,9 @@ def test_who_begins_with_the_weights_of_a_run_that_is_being_removed_is_refused(
 ) -> None:
     def late(*arguments: Any) -> Reference:
         write_tombstone_run(small)
-        return leave_reference(*arguments)
+        return write_reference(*arguments)
 
-    monkeypatch.setattr(models, "leave_reference", late)
+    monkeypatch.setattr(models, "write_reference", late)
     with pytest.raises(UserError, match="Run 'small' was removed by"):
         models.run_weights(small, "run://small@2", "next")
     assert find_reference(small, "small", "next") is not None, "the removal can still see it"
@@ -60,7 +60,7 @@ def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeyp
 def test_a_tag_that_comes_after_the_second_look_of_gc_is_refused(small: Store) -> None:
     Path(small.uri(paths.tag("small", "first"))).unlink()
     ref = load_run(small, "small").commit(0).weights
-    assert execute(small, plan(small, Rule(keep_weights=1, older_than=0.0)))
+    assert remove_planned(small, plan_removals(small, RetentionRule(keep_weights=1, older_than=0.0)))
     with pytest.raises(UserError, match="weights of version 1 of run 'small' were removed by"):
         tag_weights(small, "small", "late", ref)
     assert find_tag(small, "small", "late") is not None, "a gc that is about to look again can still see it"
@@ -73,9 +73,9 @@ def test_a_compaction_whose_put_was_sent_twice_is_made(small: Store, monkeypatch
         create(self, path, data)
         raise Exists(path)
 
-    run, before = load_run(small, "small"), len(listed(small, "small"))
+    run, before = load_run(small, "small"), len(list_compactions(small, "small"))
     catalog = Catalog(run)
     monkeypatch.setattr(Store, "create", twice)
     made = compact(run, catalog, catalog.regions)
-    assert len(listed(small, "small")) == before + 1 and made.stop == 2
+    assert len(list_compactions(small, "small")) == before + 1 and made.stop == 2
     assert audit(small, "small").sound

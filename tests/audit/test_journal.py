@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.history.journal import append, read_log, user
+from areal_tasks.store.history.journal import append_log, current_user, read_log
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.weights import find_tag, protect_weights, read_tags, tag_weights
 from schemas.errors import UserError
@@ -31,10 +31,10 @@ def here(tmp_path: Path) -> Store:
 
 
 def test_a_log_is_numbered_and_chained(here: Store) -> None:
-    first = append(here, "r", "started", {"owner": 1, "until": "stop", "share": 0.5, "dry": True})
-    second = append(here, "r", "cancelled", prefect_flow_run_id="f")
+    first = append_log(here, "r", "started", {"owner": 1, "until": "stop", "share": 0.5, "dry": True})
+    second = append_log(here, "r", "cancelled", prefect_flow_run_id="f")
     assert read_log(here, "r") == [first, second]
-    assert (first.n, first.user, first.pid, first.previous) == (1, user(), os.getpid(), "")
+    assert (first.n, first.user, first.pid, first.previous) == (1, current_user(), os.getpid(), "")
     assert first.details == {"owner": 1, "until": "stop", "share": 0.5, "dry": True}
     assert second.previous == hashlib.sha256(here.read(paths.log("r", 1))).hexdigest()
     assert second.prefect_flow_run_id == "f"
@@ -42,7 +42,7 @@ def test_a_log_is_numbered_and_chained(here: Store) -> None:
 
 def test_lines_written_at_once_all_stand_in_the_log(here: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: append(here, "r", "exported", {"i": i}), range(24)))
+        list(pool.map(lambda i: append_log(here, "r", "exported", {"i": i}), range(24)))
     log = read_log(here, "r")
     assert [record.n for record in log] == list(range(1, 25))
     assert sorted(record.details["i"] for record in log) == list(range(24))
@@ -52,7 +52,7 @@ def test_lines_written_at_once_all_stand_in_the_log(here: Store) -> None:
 
 def test_only_known_actions_are_logged(here: Store) -> None:
     with pytest.raises(ValueError, match="unknown action 'tidied'"):
-        append(here, "r", "tidied")
+        append_log(here, "r", "tidied")
 
 
 def test_a_tag_is_given_once(here: Store) -> None:
@@ -102,7 +102,7 @@ def test_the_seal_betrays_every_bit(data: st.DataObject) -> None:
 
 
 def test_a_record_whose_seal_is_broken_is_not_read(here: Store) -> None:
-    append(here, "r", "started", {"owner": 1})
+    append_log(here, "r", "started", {"owner": 1})
     path = Path(here.uri(paths.log("r", 1)))
     path.write_bytes(path.read_bytes().replace(b'"owner": 1', b'"owner": 2'))
     with pytest.raises(StoreError, match=r"log/1\.json is damaged \(its seal does not hold\)"):

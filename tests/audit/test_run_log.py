@@ -12,7 +12,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.runs import Run, open_run
 from flows import execute
-from flows.execute import logged
+from flows.execute import log_start_and_end
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -22,7 +22,7 @@ def start(folder: Path, *overrides: str) -> Run:
 
 
 def test_a_start_and_its_end_are_logged_with_the_flow_run(tmp_path: Path) -> None:
-    with logged(start(tmp_path), "flow-run-1"):
+    with log_start_and_end(start(tmp_path), "flow-run-1"):
         pass
     first, last = read_log(open_store(tmp_path.as_uri()), "r")
     assert (first.action, last.action) == ("started", "finished")
@@ -33,7 +33,7 @@ def test_a_start_and_its_end_are_logged_with_the_flow_run(tmp_path: Path) -> Non
 
 def test_a_later_start_resumes_and_says_what_it_asks_for_beyond(tmp_path: Path) -> None:
     start(tmp_path)
-    with logged(start(tmp_path, "schedule.iterations=300"), ""):
+    with log_start_and_end(start(tmp_path, "schedule.iterations=300"), ""):
         pass
     log = read_log(open_store(tmp_path.as_uri()), "r")
     assert [record.action for record in log] == ["resumed", "extended", "finished"]
@@ -45,7 +45,7 @@ def test_ctrl_c_says_how_the_run_goes_on(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(execute, "get_run_logger", lambda: logging.getLogger("run"))
-    with pytest.raises(KeyboardInterrupt), logged(start(tmp_path), ""):
+    with pytest.raises(KeyboardInterrupt), log_start_and_end(start(tmp_path), ""):
         raise KeyboardInterrupt
     assert "run r is interrupted: start it again with run=r to resume it" in caplog.messages
     assert read_log(open_store(tmp_path.as_uri()), "r")[-1].action == "interrupted"
@@ -62,7 +62,7 @@ def test_ctrl_c_says_how_the_run_goes_on(
 def test_an_end_before_the_last_iteration_is_logged_and_passed_on(
     tmp_path: Path, error: BaseException, action: str
 ) -> None:
-    with pytest.raises(type(error)), logged(start(tmp_path), ""):
+    with pytest.raises(type(error)), log_start_and_end(start(tmp_path), ""):
         raise error
     last = read_log(open_store(tmp_path.as_uri()), "r")[-1]
     assert last.action == action and str(last.details["reason"]).startswith(f"{type(error).__name__}: ")

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.history.journal import append, log_length, read_log
+from areal_tasks.store.history.journal import append_log, log_length, read_log
 from areal_tasks.store.history.signing import root_hash, sign, unsigned_lines, verify
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
@@ -40,7 +40,7 @@ def test_a_signature_holds_while_the_log_grows_and_the_history_stands(small: Sto
     private, public = key_files(tmp_path)
     made, new = sign(small, "small", audit(small, "small").root, 2, private)
     assert new and sign(small, "small", made.root, 2, private) == (made, False), "it covers all there is"
-    append(small, "small", "exported", {"version": 1})
+    append_log(small, "small", "exported", {"version": 1})
     [found] = verify(small, "small", public)
     assert (found.signature, found.problem) == (made, "")
     assert [line.action for line in read_log(small, "small")][-2:] == ["signed", "exported"]
@@ -53,7 +53,7 @@ def test_what_came_since_is_signed_by_another_signature(small: Store, tmp_path: 
     early, _ = sign(small, "small", root_hash(load, 1), 1, private)
     late, new = sign(small, "small", root_hash(load, 2), 2, private)
     assert new and (early.iteration, late.iteration) == (0, 1)
-    append(small, "small", "exported", {"version": 1})
+    append_log(small, "small", "exported", {"version": 1})
     assert unsigned_lines(small, "small", late) == 1
     again, new = sign(small, "small", root_hash(load, 2), 2, private)
     assert new and again.root == late.root and again.log_records > late.log_records
@@ -76,7 +76,7 @@ def test_the_command_says_what_a_signature_leaves_out(
 
     assert "signature" not in said()
     sign(small, "small", root_hash(load_run(small, "small"), 1), 1, private)
-    append(small, "small", "exported", {"version": 1})
+    append_log(small, "small", "exported", {"version": 1})
     left = (
         "until iteration 0; NOT signed: 1 later iterations and 1 lines of the log. `arealflow audit small --sign KEY`"
     )
@@ -210,7 +210,7 @@ def test_the_command_prints_one_root_and_fails_on_damage(
     shard = next(entry.path for entry in entries(small, "small") if entry.path.endswith(".safetensors"))
     Path(small.uri(shard)).unlink()
     code, out = call(capsys, monkeypatch, "audit", "small", "--store", small.url, "--sign", str(private))
-    assert code == 1 and out.startswith(f"{shard}: missing; also affected: whatever loads or exports version 0")
+    assert code == 1 and out.startswith(f"{shard}: missing; also affected: loading and exporting version 0")
     assert "small: 1 files damaged" in out and len(small.children("small/signatures")) == 1
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.history.journal import append, read_log
+from areal_tasks.store.history.journal import append_log, read_log
 from areal_tasks.store.objects.inventory import entries
-from areal_tasks.store.retention.gc import Rule, plan
-from areal_tasks.store.retention.gc_remove import execute
+from areal_tasks.store.retention.gc import RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_remove import remove_planned
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.weights import compare_folders, find_weights, list_weights
 from flows.cli import main
@@ -93,8 +93,8 @@ def test_a_version_that_was_not_written_names_the_nearest_that_was(small: Store)
 
 def test_a_version_that_gc_removed_says_who_removed_it(small: Store, tmp_path: Path) -> None:
     (Path(small.uri("small/tags/first.json"))).unlink()
-    append(small, "small", "finished", {"owner": 1})
-    execute(small, plan(small, Rule(keep_weights=1, older_than=0.0)))
+    append_log(small, "small", "finished", {"owner": 1})
+    remove_planned(small, plan_removals(small, RetentionRule(keep_weights=1, older_than=0.0)))
     run = load_run(small, "small")
     assert [v.state for v in list_weights(run)] == ["written", "removed", "written"]
     with pytest.raises(UserError, match=r"weights of version 1 of run 'small' were removed by .*--keep-weights 1"):

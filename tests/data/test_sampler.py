@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from areal_tasks.data.sampler import (
-    SHUFFLED,
+    MAX_SHUFFLED_ROWS,
     derive,
     permutation,
     position,
@@ -73,7 +73,7 @@ def test_the_numbers_never_change() -> None:
     """Written down once: another platform or a later release must compute the same, or resumed runs would differ."""
     assert [permutation(i, 10, 1, 0, 1) for i in range(10)] == FIRST
     assert [permutation(i, 10, 1, 0, 2) for i in range(10)] == SECOND
-    for n in (SHUFFLED + 1, 1000):
+    for n in (MAX_SHUFFLED_ROWS + 1, 1000):
         assert all(permutation(i, n, 1, 0, 1) == permutation(i, n, 1, 0, 2) for i in range(n))
     assert sampling_seed(1, 2, 3) == 3796285929887876107
     assert sampling_seed(1, 2, 3, 1) != sampling_seed(1, 2, 3)
@@ -106,7 +106,9 @@ def test_every_order_of_a_few_rows_is_equally_likely(n: int) -> None:
     assert excess(counts) < 4  # the first order: 18 for n = 5
 
 
-@pytest.mark.parametrize(("n", "count"), [(5, 20_000), (8, 80_000), (13, 20_000), (32, 10_000), (SHUFFLED, 10_000)])
+@pytest.mark.parametrize(
+    ("n", "count"), [(5, 20_000), (8, 80_000), (13, 20_000), (32, 10_000), (MAX_SHUFFLED_ROWS, 10_000)]
+)
 def test_two_places_of_a_small_order_hold_any_two_rows_equally_often(n: int, count: int) -> None:
     """Every pair of places of n ≤ 8, else those of the first and last two: all pairs of rows are counted."""
     found = orders(n, count)

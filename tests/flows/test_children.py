@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect_api import ask
+from prefect_api import ask, task_states
 from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_evaluation
-from task_states import task_states
 
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.journal import read_log

@@ -13,8 +13,8 @@ import pytest
 from prefect.runner._process_manager import ProcessManager
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.execute import ended_as
-from flows.worker import CANCEL_SECONDS, HurriedManager
+from flows.execute import ending_action
+from flows.worker import CANCEL_SECONDS, QuickKillManager
 
 RUN = {"id": str(uuid.uuid4()), "flow_id": str(uuid.uuid4()), "state_type": "CANCELLING"}
 
@@ -36,7 +36,7 @@ def test_who_asks_why_a_flow_run_ends_says_who_they_are() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: "me:key"}):
-            assert ended_as(KeyboardInterrupt(), RUN["id"]) == "cancelled"
+            assert ending_action(KeyboardInterrupt(), RUN["id"]) == "cancelled"
         server.shutdown()
 
 
@@ -48,5 +48,5 @@ def test_a_flow_process_that_is_cancelled_has_seconds_to_end(monkeypatch: pytest
 
     monkeypatch.setattr(ProcessManager, "kill", kill)
     for options in ({}, {"grace_seconds": 30.0}, {"grace_seconds": 1.0, "force": True}):
-        asyncio.run(HurriedManager().kill(uuid.uuid4(), **options))
+        asyncio.run(QuickKillManager().kill(uuid.uuid4(), **options))
     assert given == [(CANCEL_SECONDS, False), (CANCEL_SECONDS, False), (1.0, True)] and CANCEL_SECONDS < 10

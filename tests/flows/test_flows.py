@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from prefect_api import ask
+from prefect_api import ask, task_states
 from recorded_runs import recipes, unpack
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, tiny_sft
-from task_states import task_states
 
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.launchers.supervisor import ServiceFailed

@@ -23,8 +23,8 @@ from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
 from flows.cli import automations, keeper, machine
 from flows.cli.processes import FLOW_RUN, POOL, end, flow_processes, parts, spawn
-from flows.execute import ended_as
-from flows.patience import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, Patience
+from flows.execute import ending_action
+from flows.restarts import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, RestartBudget
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
@@ -253,15 +253,15 @@ def test_crashes_count_from_the_first_keeper_since_the_last_down(server: Server)
     keeper.FlowRuns(server.api).check()  # of a keeper that was started again
     assert server.state(earlier)[0] == "Crashed" and server.state(later)[0] == "AwaitingRetry"
     server.set(later, "CANCELLED")
-    keeper.beginning().unlink()  # as `down` does
+    keeper.since_file().unlink()  # as `down` does
     before = time.time() - 1.0
     assert before <= keeper.FlowRuns(server.api).since <= time.time()
 
 
 def test_a_clock_that_is_set_back_hides_no_crash(server: Server) -> None:
     ahead = time.time() + 3600.0
-    keeper.kept_since()
-    os.utime(keeper.beginning(), (ahead, ahead))  # `up` began before the clock was set back
+    keeper.watching_since()
+    os.utime(keeper.since_file(), (ahead, ahead))  # `up` began before the clock was set back
     flow_runs = keeper.FlowRuns(server.api)
     flow_runs.check()
     run = server.flow_run()
@@ -317,9 +317,9 @@ def test_a_signal_means_what_the_flow_runs_state_says(server: Server) -> None:
     run = server.flow_run()
     for kind, ended in (("PENDING", "interrupted"), ("RUNNING", "interrupted"), ("CANCELLING", "cancelled")):
         server.set(run, kind)
-        assert ended_as(TerminationSignal(signal.SIGTERM), run) == ended
+        assert ending_action(TerminationSignal(signal.SIGTERM), run) == ended
     server.set(run, "CANCELLED")
-    assert ended_as(KeyboardInterrupt(), run) == "cancelled"
+    assert ending_action(KeyboardInterrupt(), run) == "cancelled"
 
 
 def test_only_crashes_without_another_end_between_count() -> None:
@@ -328,24 +328,24 @@ def test_only_crashes_without_another_end_between_count() -> None:
     assert keeper.crashes_in_a_row(states) == (["2026-01-01T00:00:05Z", "2026-01-01T00:00:07Z"], "SCHEDULED")
 
 
-# ── patience ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── restarts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_store_that_was_never_there_is_a_mistake() -> None:
     with pytest.raises(Unavailable):
-        Patience(known=False).pause(Unavailable("no such host"))
+        RestartBudget(known=False).pause(Unavailable("no such host"))
 
 
-def test_patience_ends_where_nothing_is_committed_for_long() -> None:
+def test_restarts_end_where_nothing_is_committed_for_long() -> None:
     now = [float(uuid.uuid4().int % 1000)]
-    patience = Patience(known=True, clock=lambda: now[0])
-    pauses = [patience.pause(TrainerDown("gone")) for _ in range(6)]
+    budget = RestartBudget(known=True, clock=lambda: now[0])
+    pauses = [budget.pause(TrainerDown("gone")) for _ in range(6)]
     assert pauses == [1.0, 2.0, 4.0, 8.0, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
     now[0] += WAIT_SECONDS
-    assert patience.pause(TrainerDown("gone")) == LONGEST_PAUSE_SECONDS
-    patience.progressed()
+    assert budget.pause(TrainerDown("gone")) == LONGEST_PAUSE_SECONDS
+    budget.progressed()
     now[0] += 1.0
-    assert patience.pause(TrainerDown("gone")) == 1.0
+    assert budget.pause(TrainerDown("gone")) == 1.0
     now[0] += WAIT_SECONDS + 1.0
     with pytest.raises(TrainerDown):
-        patience.pause(TrainerDown("gone"))
+        budget.pause(TrainerDown("gone"))

@@ -25,7 +25,7 @@ from areal_tasks.store.paths import service
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, open_run
 from flows import startup
-from flows.startup import Startup, between, describe, flow_begins, process_began
+from flows.startup import Startup, describe, process_began, start_timing, step_seconds
 from schemas.manifest import ServiceRecord
 
 NOTHING = IterationResult(0, 1, {}, 0.1)
@@ -46,8 +46,8 @@ def run(tmp_path: Path) -> Run:
 
 def test_the_times_between_marks_add_up() -> None:
     marks = [("", 10.0), ("imports", 14.0), ("Prefect", 15.0), ("imports", 17.0), ("checks", 17.5)]
-    assert between(marks) == {"imports": 6.0, "Prefect": 1.0, "checks": 0.5}
-    assert between(marks[:1]) == between([]) == {}
+    assert step_seconds(marks) == {"imports": 6.0, "Prefect": 1.0, "checks": 0.5}
+    assert step_seconds(marks[:1]) == step_seconds([]) == {}
 
 
 def test_the_line_says_what_the_wait_was_for() -> None:
@@ -66,8 +66,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 
 
 def test_the_first_start_of_a_process_begins_with_the_process(process: list[tuple[str, float]]) -> None:
-    flow_begins(nested=False)
-    flow_begins(nested=True)  # as an SFT run that a recipe begins with
+    start_timing(nested=False)
+    start_timing(nested=True)  # as an SFT run that a recipe begins with
     first = Startup()
     assert (first.began, first.before["imports"]) == (100.0, 4.0)
     assert first.before.keys() == {"imports", "Prefect", "checks"}
@@ -76,9 +76,9 @@ def test_the_first_start_of_a_process_begins_with_the_process(process: list[tupl
 
 
 def test_a_later_flow_of_a_process_begins_by_itself(process: list[tuple[str, float]]) -> None:
-    flow_begins(nested=False)  # and fails before its run starts
+    start_timing(nested=False)  # and fails before its run starts
     later = time.time()
-    flow_begins(nested=False)
+    start_timing(nested=False)
     second = Startup()
     assert second.began >= later and second.before.keys() == {"checks"}
 
@@ -109,7 +109,7 @@ def test_a_store_that_refuses_the_line_does_not_end_the_run(
     def refuse(*arguments: Any, **more: Any) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(startup, "append", refuse)
+    monkeypatch.setattr(startup, "append_log", refuse)
     Startup()(run, NOTHING, [])
     assert "the run's log could not be written: the disk is full" in caplog.messages
 

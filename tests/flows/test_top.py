@@ -11,7 +11,7 @@ import pytest
 from stage_driver import store_in, tiny
 
 from areal_tasks.store import paths
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.system import SystemLog
 from flows.cli import services
@@ -64,7 +64,7 @@ def test_after_the_end_nothing_is_waited_for(
     monkeypatch.setattr(services, "POLL_SECONDS", 1e9)  # a wait would last for ever
     run = open_run(store_in(tmp_path), "r", tiny())
     written(run, {"time": datetime(2026, 1, 1)})
-    append(run.store, "r", "finished", {"owner": 1})
+    append_log(run.store, "r", "finished", {"owner": 1})
     called(run, monkeypatch)
     assert "finished at " in " ".join(capsys.readouterr().out.split())
     called(run, monkeypatch, "--json")

@@ -20,7 +20,7 @@ from areal_tasks.engines.watchdog import Waited, Watchdog
 from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.runs import load_run, open_run
-from areal_tasks.store.waits import standing_waits
+from areal_tasks.store.waits import current_waits
 from flows import waits as shown
 from flows.artifacts import Artifacts
 from flows.cli.main import main
@@ -93,7 +93,7 @@ def test_what_a_run_waits_for_is_shown_until_it_ends_or_its_process_does(
 
     gate.unlink()
     start_marked(tmp_path, flow_process, tmp_path, name).join()
-    assert load_run(store, name).head() and standing_waits(load_run(store, name)) is None
+    assert load_run(store, name).head() and current_waits(load_run(store, name)) is None
     assert "Nothing for longer than" in page(api, name)
 
 
@@ -124,14 +124,14 @@ def test_what_lasts_is_told_of_again_ever_more_rarely_but_in_time(tmp_path: Path
         waits.report([WAITED])
         if len(pages) > before:
             assert now <= due + shown.Waits.seconds
-            record = standing_waits(run)
+            record = current_waits(run)
             assert record is not None and record.waits[0].what == WAITED.what
             due = now + record.seconds
         now += shown.Waits.seconds
     assert len(pages) < 20 and now < due + shown.Waits.seconds
     waits.report([])
     waits.report([])
-    assert standing_waits(run) is None and "Nothing" in pages.last()
+    assert current_waits(run) is None and "Nothing" in pages.last()
 
 
 def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +140,9 @@ def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "create", away)
         waits.report([WAITED])
-    assert "3 of 4" in pages.last() and standing_waits(run) is None
+    assert "3 of 4" in pages.last() and current_waits(run) is None
     waits.report([WAITED])
-    assert standing_waits(run) is not None
+    assert current_waits(run) is not None
 
 
 def away(*_: object) -> None:

@@ -16,11 +16,11 @@ from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
 from areal_tasks.store.history.diff_curves import compare_replay
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.retention.gc import Rule, plan
-from areal_tasks.store.retention.gc_remove import execute, remove_run, whole_run
+from areal_tasks.store.retention.gc import RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_remove import plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import find_weights
 from schemas.errors import UserError
@@ -30,7 +30,7 @@ OFTEN = {"recover_within_seconds": 1e-6}  # a checkpoint after every iteration
 LONG, AT = 3, 1
 LR = "trainer.lr=0.003"
 OTHERS = pytest.mark.slow("whole runs on S3; the same on a disk is in `make test`")
-GREEDY = Rule(keep_weights=1, keep_checkpoints=1, older_than=0.0)
+GREEDY = RetentionRule(keep_weights=1, keep_checkpoints=1, older_than=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def store(s3: S3Server, folder: Path) -> Store:
 
 def ended(run: Run) -> Run:
     """The run, whose log tells that its flow has ended."""
-    append(run.store, run.name, "finished", {"owner": run.owner})
+    append_log(run.store, run.name, "finished", {"owner": run.owner})
     return run
 
 
@@ -118,7 +118,7 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
     roots = {name: audit(store, name).root for name in ("parent", "child")}
     before = {entry.path for entry in entries(store, "parent")}
 
-    gone = {path for item in execute(store, plan(store, GREEDY)) for path in item.files}
+    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY)) for path in item.files}
     assert gone and gone <= before
     for name, root in roots.items():
         report = audit(store, name)
@@ -126,7 +126,7 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
     spared = [files_of(store, ref) for ref in (parent.commit(AT - 1).weights, parent.commit(AT - 1).checkpoint)]
     assert all(spared), "weights and checkpoint of the version that the child began with"
     with pytest.raises(UserError, match="'parent' stays: child would lose"):
-        whole_run(store, "parent", 0.0)
+        plan_run_removal(store, "parent", 0.0)
     with pytest.raises(UserError, match=r"of version 2 of run 'parent' were removed by .*--keep-"):
         drive(folder, "late", recipe, origin=Origin("parent", AT + 1), store=store)
     drive(folder, "other", recipe, origin=Origin("parent", AT), store=store)
@@ -134,9 +134,9 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
 
     for name in ("other", "child"):
         ended(load_run(store, name))
-        remove_run(store, whole_run(store, name, 0.0), 0.0)
+        remove_run(store, plan_run_removal(store, name, 0.0), 0.0)
     assert find_weights(parent, str(AT)).path == parent.commit(AT - 1).weights.path
-    gone = {path for item in execute(store, plan(store, GREEDY)) for path in item.files}
+    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY)) for path in item.files}
     assert {path for files in spared for path in files} <= gone
     assert audit(store, "parent").root == roots["parent"] and audit(store, "parent").sound
 

@@ -13,9 +13,9 @@ from stage_driver import drive, store_in, tiny, tiny_sft
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, check_first_start, loaded_weights
-from areal_tasks.store.history.journal import append
-from areal_tasks.store.retention.gc import Rule, plan
-from areal_tasks.store.retention.gc_remove import execute
+from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.retention.gc import RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_remove import remove_planned
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.errors import UserError
 from schemas.manifest import SCHEMA_VERSION, IterationCommit
@@ -122,10 +122,10 @@ def test_a_fine_tuned_model_whose_versions_are_rarely_written(tmp_path: Path) ->
     """No server waits for the weights, and gc leaves what a fork loads."""
     rarely = {"weights_every": 2, **OFTEN}
     run = drive(tmp_path, "sft", tiny_sft(trainer=rarely))
-    append(run.store, "sft", "finished", {"owner": run.owner})
+    append_log(run.store, "sft", "finished", {"owner": run.owner})
     assert [run.commit(k).weights.written for k in range(LAST)] == [False, True, True]
     drive(tmp_path, "child", tiny_sft(trainer=rarely), origin=Origin("sft", 1))
-    execute(run.store, plan(run.store, Rule(1, 1, older_than=0.0), "sft"))
+    remove_planned(run.store, plan_removals(run.store, RetentionRule(1, 1, older_than=0.0), "sft"))
     drive(tmp_path, "again", tiny_sft(trainer=rarely), origin=Origin("sft", 1))
     with pytest.raises(UserError, match="version 2 of run 'sft' were removed by"):
         drive(tmp_path, "late", tiny_sft(trainer=rarely), origin=Origin("sft", 2))

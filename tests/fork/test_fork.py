@@ -10,11 +10,12 @@ import pytest
 from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
 
 from areal_tasks.store.backend import Store
-from areal_tasks.store.fork import Origin, find_reference, inherit_model, leave_reference, read_fork
+from areal_tasks.store.fork import Origin, find_reference, inherit_model, read_fork, write_reference
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import RunSummary, list_runs, load_run, open_run
+from areal_tasks.store.run_list import RunSummary, list_runs
+from areal_tasks.store.runs import load_run, open_run
 from schemas.errors import UserError
 
 AT = 1
@@ -174,10 +175,10 @@ def test_a_child_cannot_begin_with_other_weights(store: Store) -> None:
 
 
 def test_a_reference_left_by_a_child_that_never_began(store: Store) -> None:
-    assert leave_reference(store, "whole", "unborn", 1, "fork").iteration == 1
-    assert leave_reference(store, "whole", "unborn", 0, "fork").iteration == 1
+    assert write_reference(store, "whole", "unborn", 1, "fork").iteration == 1
+    assert write_reference(store, "whole", "unborn", 0, "fork").iteration == 1
     with pytest.raises(UserError, match="keeps only the iterations before 1 for a child 'unborn'"):
-        leave_reference(store, "whole", "unborn", 2, "fork")
+        write_reference(store, "whole", "unborn", 2, "fork")
 
 
 @pytest.mark.parametrize("text", ["whole", "whole@", "@3", "whole@-1", "whole@x"])

@@ -17,7 +17,7 @@ from areal_tasks.store.history import diff
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
 from areal_tasks.store.keys import semantic_values
-from areal_tasks.store.opening import find_stored
+from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from schemas.recipe.fields import is_semantic, leaves
@@ -52,7 +52,7 @@ def resumed(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def today(folder: Path, name: str) -> Recipe:
-    return find_stored(store_in(folder), name).continued(recipes()[name])[0]
+    return read_stored_run(store_in(folder), name).recipe_to_continue(recipes()[name])[0]
 
 
 def standing(folder: Path, name: str) -> dict[str, str]:
@@ -86,7 +86,7 @@ def test_the_keys_of_a_whole_iteration_come_out_again(unpacked: Path, tmp_path: 
 
 
 def test_what_is_kept_of_a_run_that_divides_by_the_populations_deviation(unpacked: Path) -> None:
-    recipe, kept_values = find_stored(store_in(unpacked), "grpo").continued(recipes()["grpo"])
+    recipe, kept_values = read_stored_run(store_in(unpacked), "grpo").recipe_to_continue(recipes()["grpo"])
     former = {"algorithm.std_unbiased": False, "algorithm.max_log_ratio": 0.0}
     assert kept_values.items() >= former.items()
     assert semantic_values(recipe).items() >= former.items() and recipe != recipes()["grpo"]

@@ -18,7 +18,7 @@ from areal_tasks.store import spool as records
 from areal_tasks.store.fork import Origin, parent_values
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.keys import recipe_values
-from areal_tasks.store.opening import find_stored
+from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
@@ -55,7 +55,7 @@ def groups(run: Run, k: int) -> list[int]:
 def test_its_keys_come_out_again(unpacked: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(unpacked / "store", tmp_path / "store")
     (tmp_path / "store" / name / "iteration=000000" / "commit.json").unlink()
-    recipe, kept_values = find_stored(store_in(tmp_path), name).continued(recipes_ahead()[name])
+    recipe, kept_values = read_stored_run(store_in(tmp_path), name).recipe_to_continue(recipes_ahead()[name])
     with Engines(run := load_run(store_in(tmp_path), name), recipe, tmp_path / "logs") as engines:
         keys = {stage: built.manifest.key for stage, built in Loop(run, recipe, engines).standing()[1].items()}
     assert keys == recorded(tmp_path, name, 0) and "train" in keys and not kept_values

@@ -14,12 +14,13 @@ from areal_tasks.stages.replay import loop_of
 from areal_tasks.store import paths
 from areal_tasks.store.fork import Origin, check_iteration, parent_values
 from areal_tasks.store.history.diff_curves import compare_replay
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.retention.gc import Rule
-from areal_tasks.store.retention.gc import plan as plan_gc
-from areal_tasks.store.retention.gc_remove import execute as execute_gc
-from areal_tasks.store.runs import Run, list_runs, load_run, open_run
+from areal_tasks.store.retention.gc import RetentionRule
+from areal_tasks.store.retention.gc import plan_removals as plan_gc
+from areal_tasks.store.retention.gc_remove import remove_planned as execute_gc
+from areal_tasks.store.run_list import list_runs
+from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.errors import UserError
 from schemas.recipe.load import parse_recipe
 
@@ -202,10 +203,10 @@ def test_a_replay_is_continued_as_the_replay_it_is(whole: Path) -> None:
 def test_a_replay_that_would_read_what_was_removed_does_not_begin(tmp_path: Path) -> None:
     """One that trains every iteration anew reads nothing of it."""
     whole = drive(tmp_path, "whole", tiny(trainer={"recover_within_seconds": 1e-6}))
-    append(whole.store, "whole", "finished", {"owner": whole.owner})
+    append_log(whole.store, "whole", "finished", {"owner": whole.owner})
     replay(tmp_path, "before", kept("train"), LR)
     Path(whole.store.uri(paths.reference("whole", "before"))).unlink()
-    assert execute_gc(whole.store, plan_gc(whole.store, Rule(1, 1, older_than=0.0), "whole"))
+    assert execute_gc(whole.store, plan_gc(whole.store, RetentionRule(1, 1, older_than=0.0), "whole"))
     for name, origin in (("on-policy", ON_POLICY), ("judged", kept("verify")), ("later", kept("train", at=2))):
         with pytest.raises(UserError, match=r"of version [12] of run 'whole' were removed by .*--keep-"):
             replay(tmp_path, name, origin)

@@ -24,7 +24,7 @@ from areal_tasks.store.backend import Missing, Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import upload
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.parallel import beside
+from areal_tasks.store.parallel import concurrently
 from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
@@ -191,9 +191,9 @@ def test_the_failure_beside_a_failure_is_told_but_never_over_an_interrupt() -> N
     def fails() -> None:
         raise StoreError("the disk is full")
 
-    with pytest.raises(StoreError, match="full"), beside(fails):
+    with pytest.raises(StoreError, match="full"), concurrently(fails):
         raise ServerDown("no answer")
-    with pytest.raises(KeyboardInterrupt), beside(fails):
+    with pytest.raises(KeyboardInterrupt), concurrently(fails):
         raise KeyboardInterrupt
-    with pytest.raises(StoreError, match="full"), beside(fails):
+    with pytest.raises(StoreError, match="full"), concurrently(fails):
         pass

@@ -18,9 +18,9 @@ from areal_tasks.launchers import slurm_nodes
 from areal_tasks.launchers.cluster import Machine, Resources
 from areal_tasks.launchers.placement import KINDS, propose
 from areal_tasks.store import paths
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.runs import Run, open_run
-from areal_tasks.store.waits import tell_waits, waits_record
+from areal_tasks.store.waits import waits_record, write_waits
 from flows.cli import main, placement
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord, ServiceRecord, Wait
@@ -243,9 +243,9 @@ def test_a_run_that_is_under_way(run: Run) -> None:
     service(run, "trainer-meeting", 0)
     node_record = NodeRecord(url="https://x", host="n2", pid=1, certificate="", software={})
     run.store.create(paths.node("r", run.owner, "inference-0", 0), node_record.encode())
-    append(run.store, "r", "placed", {"owner": run.owner, "trainer": "0+1"})
+    append_log(run.store, "r", "placed", {"owner": run.owner, "trainer": "0+1"})
     waits = [Wait(at="rollout-1", what="its start", since="", limit="", says="Resources")]
-    tell_waits(run, 1, waits_record(waits, 60))
+    write_waits(run, 1, waits_record(waits, 60))
     rows = placement.running_rows(run, placement.next_recipe(run, []), run.owner)
     assert [tuple(row.values()) for row in rows] == [
         ("inference-0", "starts", "n2", "", 0, ""),
@@ -258,6 +258,6 @@ def test_a_run_that_is_under_way(run: Run) -> None:
 def test_a_run_whose_flow_has_ended(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     placement.run_placement(run, [], True)
     assert "state" in json.loads(capsys.readouterr().out)[0]
-    append(run.store, "r", "finished", {"owner": run.owner})
+    append_log(run.store, "r", "finished", {"owner": run.owner})
     placement.run_placement(run, [], True)
     assert json.loads(capsys.readouterr().out)[0] == {"service": "trainer", "node": socket.gethostname(), "gpus": ""}

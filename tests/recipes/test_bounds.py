@@ -31,7 +31,7 @@ from areal_tasks.launchers.gpus import place_recipe
 from areal_tasks.stages.graphs import evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.prompts import new_tokens, splits
 from areal_tasks.store.keys import recipe_values
-from flows.alerts import Watch
+from flows.alerts import AlertMonitor
 from schemas.errors import UserError
 from schemas.recipe.fields import Section, nested_section
 from schemas.recipe.load import RECIPES, apply_overrides, list_recipes, load_recipe, parse_recipe
@@ -167,7 +167,7 @@ def exercise(recipe: Recipe) -> None:
         if isinstance(recipe, RlhfRecipe):
             learn_from_rewards(recipe)
     if isinstance(recipe, RlhfRecipe):
-        watch = Watch(recipe.alerts)
+        watch = AlertMonitor(recipe.alerts)
         for reward in (0.0, 1.0, 0.0):
             watch({"verify": {"reward": reward, "timeout": 0.1}, "train": {"kl": reward, "logprob_gap_mean": 0.0}})
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from schemas.errors import UserError
 from schemas.recipe import checks
 from schemas.recipe.derived import interruption
-from schemas.recipe.idle import IDLE
 from schemas.recipe.load import RECIPES, load_recipe
+from schemas.recipe.no_effect import NO_EFFECT
 from schemas.recipe.recipe import BaseRecipe, RlhfRecipe
 
 #: (field, recipe, overrides, message)
@@ -210,7 +210,7 @@ def test_every_message_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError):
             load_recipe(recipe, override.split(" & "))
     assert lines <= seen
-    assert {row.field for row in IDLE} <= {case[0] for case in REFUSED}
+    assert {row.field for row in NO_EFFECT} <= {case[0] for case in REFUSED}
 
 
 def innermost_line(generator: Any) -> int:

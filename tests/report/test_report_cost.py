@@ -16,9 +16,9 @@ from areal_tasks.report.page import make_report
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.history.journal import append, read_log
+from areal_tasks.store.history.journal import append_log, read_log
 from areal_tasks.store.query import Session
-from areal_tasks.store.record_tables import asked_gpus
+from areal_tasks.store.record_tables import requested_gpus
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.shards import read_table
 from schemas.manifest import OwnerRecord, StageManifest
@@ -80,8 +80,8 @@ def test_gpu_seconds_are_those_of_the_recorded_placement(tmp_path: Path) -> None
     run = finished(tmp_path, "tiny", tiny())
     before = cost(run).seconds
     open_run(run.store, "tiny", tiny())
-    append(run.store, "tiny", "placed", {"owner": 2, "trainer": "0", "inference-0": "0+GPU-1f"})
-    end = append(run.store, "tiny", "cancelled", {"owner": 2})
+    append_log(run.store, "tiny", "placed", {"owner": 2, "trainer": "0", "inference-0": "0+GPU-1f"})
+    end = append_log(run.store, "tiny", "cancelled", {"owner": 2})
     found = cost(run)
     second = seconds(began(run, 2), end.time)
     assert found.starts[1] == Start(second, "cancelled", 2, "log")
@@ -104,10 +104,10 @@ def test_what_a_fork_shares_with_its_parent_costs_it_nothing(tmp_path: Path) -> 
 
 def test_the_page_says_where_its_figures_are_from(tmp_path: Path) -> None:
     run = finished(tmp_path, "tiny", tiny())
-    append(run.store, "tiny", "finished", {"owner": 1})
+    append_log(run.store, "tiny", "finished", {"owner": 1})
     open_run(run.store, "tiny", tiny())
-    append(run.store, "tiny", "placed", {"owner": 2, "trainer": "0"})
-    append(run.store, "tiny", "failed", {"owner": 2})
+    append_log(run.store, "tiny", "placed", {"owner": 2, "trainer": "0"})
+    append_log(run.store, "tiny", "failed", {"owner": 2})
     open_run(run.store, "empty", tiny())
     shown, empty = make_report(run.store, ["tiny", "empty"], 0, 5_000_000).payload["runs"]
     facts, found = dict(shown["cost"]["facts"]), cost(run)
@@ -131,7 +131,7 @@ def test_the_page_says_where_its_figures_are_from(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_that_a_recipe_asks_for(recipe: dict[str, Any], gpus: int) -> None:
-    assert asked_gpus(recipe) == gpus
+    assert requested_gpus(recipe) == gpus
 
 
 def test_engines_record_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

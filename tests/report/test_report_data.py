@@ -16,14 +16,15 @@ from stage_driver import store_in as driven
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_tasks.report import samples, tokens
-from areal_tasks.report.curves import Series, number, thin
+from areal_tasks.report.curves import Series, downsample, number
 from areal_tasks.report.facts import differences
 from areal_tasks.report.page import Payload, make_report
 from areal_tasks.report.tokens import texts_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.history.journal import append
-from areal_tasks.store.runs import list_runs, open_run
+from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.run_list import list_runs
+from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 from schemas.tables import TABLES
@@ -105,7 +106,7 @@ def test_lags_are_shares_of_the_generated_tokens_and_shown_where_there_are_any(s
 )
 def test_thinning_keeps_the_extremes(values: list[float], points: int) -> None:
     y = np.array(values)
-    thinned = thin(Series("s", np.arange(len(y), dtype=np.float64), y), points)
+    thinned = downsample(Series("s", np.arange(len(y), dtype=np.float64), y), points)
     assert len(thinned.x) == min(points, len(y)) and sorted(thinned.x) == list(thinned.x)
     finite = y[np.isfinite(y)]
     if len(y) > points and len(finite):
@@ -182,7 +183,7 @@ def test_no_samples_are_embedded_where_none_are_asked_for(store: Store) -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_stretches_say_where_the_mask_is_true(mask: list[bool]) -> None:
-    own = [i for start, length in samples.stretches(mask) for i in range(start, start + length)]
+    own = [i for start, length in samples.runs_of_true(mask) for i in range(start, start + length)]
     assert own == [i for i, true in enumerate(mask) if true]
 
 
@@ -237,7 +238,7 @@ def test_a_part_of_a_character_is_shown_as_bytes(tmp_path: Path) -> None:
 
 def test_facts_of_an_unfinished_run(store: Store) -> None:
     run = make_run(store, "a", [rows(0)])
-    append(store, "a", "tagged", {"tag": "best"})
+    append_log(store, "a", "tagged", {"tag": "best"})
     found = report_of(store, "a")[0]
     assert found["state"] == "Unfinished: 1 of 3 iterations are committed."
     facts = dict(found["facts"])

@@ -27,7 +27,7 @@ from areal_tasks.store.backend import Store, open_store, s3_endpoint, s3_region
 from flows import credentials
 from flows.cli import s3_keys
 from flows.cli.main import main
-from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, kept_by_prefect, of_environment, take_s3_keys
+from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, keys_in_environment, load_s3_keys, read_prefect_keys
 from flows.home import home
 from flows.rlhf import rlhf
 from schemas.errors import UserError
@@ -112,9 +112,9 @@ def contents(folder: Path) -> bytes:
 
 def test_keys_of_the_environment_are_used_as_they_are(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_keys(monkeypatch)
-    assert not take_s3_keys("file:///anywhere") and not os.environ.get(NEEDED[0])
+    assert not load_s3_keys("file:///anywhere") and not os.environ.get(NEEDED[0])
     monkeypatch.setenv(NEEDED[0], "mine")
-    assert not take_s3_keys(watched.store.url)
+    assert not load_s3_keys(watched.store.url)
     assert os.environ[NEEDED[0]] == "mine" and not os.environ.get(NEEDED[1])
     with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY is not set: export it, have Prefect keep it"):
         open_store(watched.store.url)
@@ -143,18 +143,18 @@ def test_keys_that_are_kept_no_longer_and_half_of_them(
 
     assert arealflow("s3-keys", "--remove") == 0
     forget_keys(monkeypatch)
-    assert kept_by_prefect() == {}
+    assert read_prefect_keys() == {}
     with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID is not set"):
         rlhf(tiny(store={"url": watched.store.url}), run="none")
     Secret(value=json.dumps({NEEDED[0]: "12345"})).save(BLOCK)
     with pytest.raises(UserError, match=f"Secret block {BLOCK} has no AWS_SECRET_ACCESS_KEY: make it again"):
-        take_s3_keys(watched.store.url)
+        load_s3_keys(watched.store.url)
     Secret(value="12345").save(BLOCK, overwrite=True)
     with pytest.raises(UserError, match=f"Secret block {BLOCK} is no JSON object"):
-        take_s3_keys(watched.store.url)
+        load_s3_keys(watched.store.url)
     whole = {NEEDED[0]: "12345", NEEDED[1]: s3.secret_key}
     Secret(value=whole).save(BLOCK, overwrite=True)  # as a person may write it
-    assert kept_by_prefect() == whole
+    assert read_prefect_keys() == whole
 
 
 # ── what belongs to a pair of keys ──────────────────────────────────────────────────────────────────────────────────
@@ -166,9 +166,9 @@ def test_endpoint_and_region_are_kept_as_a_store_reads_them(api: str, monkeypatc
     given = {**wanted, "AWS_ENDPOINT_URL_S3": "http://there:1", "AWS_ENDPOINT_URL": "http://elsewhere:1"}
     for name, value in {**given, "AWS_REGION": "", "AWS_DEFAULT_REGION": "there"}.items():
         monkeypatch.setenv(name, value)
-    assert arealflow("s3-keys") == 0 and kept_by_prefect() == wanted
+    assert arealflow("s3-keys") == 0 and read_prefect_keys() == wanted
     forget_keys(monkeypatch)
-    assert take_s3_keys("s3://bucket/x") and of_environment() == wanted
+    assert load_s3_keys("s3://bucket/x") and keys_in_environment() == wanted
     assert (s3_endpoint(), s3_region()) == ("http://there:1", "there")
 
 
@@ -181,7 +181,7 @@ def test_a_session_token_of_other_keys_does_not_stay_beside_kept_ones(
             keys.setenv(name, "kept")
         assert arealflow("s3-keys") == 0
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of other keys")
-    assert take_s3_keys("s3://bucket/x") and of_environment() == dict.fromkeys(NEEDED, "kept")
+    assert load_s3_keys("s3://bucket/x") and keys_in_environment() == dict.fromkeys(NEEDED, "kept")
 
 
 # ── a server that is away or refuses ────────────────────────────────────────────────────────────────────────────────
@@ -194,7 +194,7 @@ def test_a_server_that_is_away_as_a_flow_run_begins_is_asked_again(api: str, mon
             keys.setenv(name, "kept")
         assert arealflow("s3-keys") == 0
     with redirecting(api) as port, temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}"}):
-        assert take_s3_keys("s3://bucket/x")
+        assert load_s3_keys("s3://bucket/x")
 
 
 @contextmanager
@@ -223,12 +223,12 @@ def redirecting(api: str) -> Iterator[int]:
 
 def test_a_server_that_stays_away_is_a_mistake_with_a_remedy(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_keys(monkeypatch)
-    monkeypatch.setattr(credentials, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(credentials, "RETRY_SECONDS", 0.0)
     with socket.socket() as mute:  # nobody listens there, or can
         mute.bind(("127.0.0.1", 0))
         nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{mute.getsockname()[1]}"})
         with nowhere, pytest.raises(UserError, match=r"does not answer \(.*check that it runs, or export S3 keys"):
-            take_s3_keys("s3://bucket/x")
+            load_s3_keys("s3://bucket/x")
 
 
 def test_what_is_wrong_with_the_server_is_told_apart() -> None:

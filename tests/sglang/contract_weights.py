@@ -30,7 +30,8 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store.backend import open_store
 from schemas.errors import UserError
-from schemas.recipe.sections import Inference, Model, Trainer
+from schemas.recipe.sections import Inference, Model
+from schemas.recipe.training import Trainer
 from tests.sglang.contract import logprobs_of, new_weights_have_their_version_and_their_logprobs
 from tests.sglang.contract_target import Target, reference
 

@@ -24,8 +24,8 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
-from areal_tasks.store.retention.compact import Compactor, compact, compact_all, due
-from areal_tasks.store.retention.compacted import listed, valid_compactions
+from areal_tasks.store.retention.compact import Compactor, compact, compact_all, regions_to_merge
+from areal_tasks.store.retention.compacted import list_compactions, valid_compactions
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES
@@ -73,7 +73,7 @@ def begun(store: Store, iterations: int, name: str = "run") -> Run:
 def compact_end(run: Run, every: int = 1) -> Compaction | None:
     """What the loop does after a commit."""
     catalog = Catalog(run)
-    regions = due(catalog.regions, every)
+    regions = regions_to_merge(catalog.regions, every)
     return compact(run, catalog, regions) if regions else None
 
 
@@ -266,7 +266,7 @@ def test_a_failure_is_logged_and_changes_nothing(
 
 def only(run: Run) -> Path:
     """The manifest of the run's one compaction."""
-    [name] = listed(run.store, run.name)
+    [name] = list_compactions(run.store, run.name)
     return Path(run.store.uri(name.path))
 
 

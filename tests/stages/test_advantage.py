@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from areal_tasks.algorithms.normalisation import EPS
 from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.stages.advantage import advantage_table
-from schemas.recipe.sections import Grpo, Reward
+from schemas.recipe.sections import Reward
+from schemas.recipe.training import Grpo
 from schemas.tables import ADVANTAGE, FLOATS, MASK
 
 NAN = math.nan

@@ -25,7 +25,7 @@ from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.replay import replay_segments
 from areal_tasks.stages.stage import Context, Inputs
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.retention import gc, gc_remove
 from areal_tasks.store.runs import Run, load_run
@@ -165,8 +165,10 @@ def test_the_next_start_makes_the_evaluation_that_no_commit_names(tmp_path: Path
     wait_until(lambda: not left_over(tmp_path))
     run = load_run(store_in(tmp_path), "r")
     assert run.committed == 5 and run.commit(4).state["evaluating"] == EVERY
-    append(run.store, "r", "failed", {"owner": 1})
-    removed = gc_remove.execute(run.store, gc.plan(run.store, gc.Rule(keep_weights=1, older_than=0.0)))
+    append_log(run.store, "r", "failed", {"owner": 1})
+    removed = gc_remove.remove_planned(
+        run.store, gc.plan_removals(run.store, gc.RetentionRule(keep_weights=1, older_than=0.0))
+    )
     assert {item.version.version for item in removed if item.version} == {1, 2}
     drive(tmp_path, "r", apart())
     check_evaluations(load_run(run.store, "r"))

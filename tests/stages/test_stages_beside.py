@@ -17,7 +17,7 @@ from areal_tasks.stages import loop
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.stage import Context
-from areal_tasks.store.objects.files import newest_written, weights_made
+from areal_tasks.store.objects.files import newest_written, written_weights
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import list_weights
@@ -42,7 +42,7 @@ def check_publications(run: Run) -> None:
     evaluated = "SELECT DISTINCT weights_version AS v FROM evaluate ORDER BY 1"
     assert run_sql(run.store, run.name, evaluated).to_pydict()["v"] == [0, 2, 4, 6]
     assert [weights.state for weights in list_weights(run)] == ["written"] * (ITERATIONS + 1)
-    made = [weights_made(run, run.commit(k)) for k in range(ITERATIONS)]
+    made = [written_weights(run, run.commit(k)) for k in range(ITERATIONS)]
     assert [ref.version for ref in made if ref.written] == list(range(1, ITERATIONS + 1))
     assert [newest_written(run, run.commit(k)) for k in range(ITERATIONS)] == [None, *made[:-2], made[-1]]
 

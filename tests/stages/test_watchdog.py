@@ -20,7 +20,7 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import THIS_PROCESS, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
-from areal_tasks.store.under_way import Ledger
+from areal_tasks.store.in_flight import Ledger
 from schemas.recipe.launcher import Launcher
 
 WATCHED = tiny(launcher=SETTINGS)
@@ -168,7 +168,7 @@ def test_what_the_store_does_not_answer_is_named(caplog: pytest.LogCaptureFixtur
     assert re.search(
         r"waiting for the store, read s3://bucket/run/x\.json: no answer since [\d:]{8} \(10 s\)", caplog.text
     )
-    assert not watchdog.ended and watchdog.ledger.under_way() == [] and watchdog.ledger.ended == 1
+    assert not watchdog.ended and watchdog.ledger.in_flight() == [] and watchdog.ledger.ended == 1
 
 
 def test_what_is_waited_for_is_told_with_who_is_at_it_since_when_and_what_ends_it() -> None:

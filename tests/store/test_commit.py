@@ -11,7 +11,7 @@ import pytest
 from faulty_proxy import ERROR_403, ERROR_409, ERROR_500, HANG_UP, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from store_builders import commit_stage, manifest, table
-from waiting import meet
+from waiting import rendezvous
 from warm_processes import Process
 
 from areal_tasks.store import paths
@@ -44,7 +44,7 @@ def _race(url: str, folder: Path, seed: int) -> None:
         rows = table("verify", iteration=k, seed=seed)
         mine = manifest(store, "race", k, "verify", {"verify": rows}, key="the-same-key")
         path = paths.stage_manifest("race", k, "verify", mine.key)
-        meet(folder, f"round-{k}")
+        rendezvous(folder, f"round-{k}")
         there, won = commit_once(store, path, mine)
         assert won == (there.attempt == mine.attempt)
         assert read_table(store, there.tables["verify"]).equals(rows) == won
@@ -70,7 +70,7 @@ def faults() -> Faults:
 def faulty(s3: S3Server, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     with faulty_proxy(s3.endpoint, faults) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setattr(s3_module, "PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(s3_module, "RETRY_SECONDS", 0.0)
         yield open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}")
 
 

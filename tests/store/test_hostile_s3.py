@@ -16,12 +16,12 @@ from waiting import wait_until
 
 from areal_tasks.store.backend import Store, StoreError, Unavailable, open_store
 from areal_tasks.store.commit import verified
+from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.objects import s3 as s3_module
 from areal_tasks.store.objects import s3_bulk
 from areal_tasks.store.objects.files import materialise, upload
 from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.shards import read_table, write_table
-from areal_tasks.store.under_way import LEDGER
 
 DATA = os.urandom(100_000)
 PATH = "run/attempt=1/part-0"
@@ -97,7 +97,7 @@ def test_a_server_that_is_overloaded_for_a_while_is_waited_for(
 def test_patience_ends_with_a_message_that_names_the_object(
     faulty: Store, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, bytes]
 ) -> None:
-    monkeypatch.setattr(s3_module, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(s3_module, "RETRY_SECONDS", 1.0)
     faults.answer, faults.left = answer, 999
     with pytest.raises(Unavailable, match=rf"{PATH} \(SlowDown\)|cannot be reached") as refused:
         faulty.read(PATH)
@@ -117,7 +117,7 @@ def test_writes_too_are_repeated_and_happen_once(faulty: Store, faults: Faults) 
 def test_an_upload_that_fails_leaves_no_parts_though_its_removal_fails_at_first(
     faulty: Store, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(s3_module, "RETRY_SECONDS", 0.1)
     deletions = iter([True])
     faults.answer, faults.left = ERROR_503, 999
     faults.spoils = lambda method, path: "partNumber" in path or (method == "DELETE" and next(deletions, False))
@@ -155,7 +155,7 @@ def test_what_a_server_does_not_answer_is_known(faulty: Store, faults: Faults) -
     faults.answer, faults.left, faults.held = ERROR_503, 1, threading.Event()
     reader = threading.Thread(target=faulty.read, args=(PATH,))
     reader.start()
-    [asked] = wait_until(lambda: [one for one in LEDGER.under_way() if one.what.endswith(PATH)])
+    [asked] = wait_until(lambda: [one for one in LEDGER.in_flight() if one.what.endswith(PATH)])
     faults.held.set()
     reader.join()
-    assert asked.what.startswith(f"read s3://{BUCKET}/") and asked not in LEDGER.under_way()
+    assert asked.what.startswith(f"read s3://{BUCKET}/") and asked not in LEDGER.in_flight()

@@ -8,7 +8,7 @@ import pytest
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.keys import recipe_values, semantic_values
-from areal_tasks.store.opening import find_stored
+from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.runs import load_run, open_run
 from schemas.errors import UserError
 from schemas.recipe import load
@@ -17,7 +17,8 @@ from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.recorded import keep_recorded, read_recorded
 from schemas.recipe.reference import _row
-from schemas.recipe.sections import Grpo, Rollout, ScratchModel
+from schemas.recipe.sections import Rollout, ScratchModel
+from schemas.recipe.training import Grpo
 
 
 class NewerGrpo(Grpo):
@@ -106,13 +107,13 @@ def test_keys_of_what_was_recorded_stay(newer: None) -> None:
 
 
 def test_a_run_is_resumed_by_the_same_file(begun: Store, newer: None) -> None:
-    recipe, kept = find_stored(begun, "run").continued(now())
+    recipe, kept = read_stored_run(begun, "run").recipe_to_continue(now())
     assert kept == ADDED | {"algorithm.clip_ratio": 0.2}
     run = open_run(begun, "run", recipe)
     assert len(run.segments) == 1 and run.recipe_at(0)["algorithm"]["whitening"] == "old"
-    longer, _ = find_stored(begun, "run").continued(now("schedule.iterations=9"))
+    longer, _ = read_stored_run(begun, "run").recipe_to_continue(now("schedule.iterations=9"))
     assert open_run(begun, "run", longer).recipe_at(0) == longer.model_dump(mode="json")
-    assert find_stored(begun, "run").continued(now("schedule.iterations=9"))[1] == kept, (
+    assert read_stored_run(begun, "run").recipe_to_continue(now("schedule.iterations=9"))[1] == kept, (
         "also by what it was recorded as now"
     )
 
@@ -120,7 +121,7 @@ def test_a_run_is_resumed_by_the_same_file(begun: Store, newer: None) -> None:
 def test_todays_defaults_alone_do_not_open_it(begun: Store, newer: None) -> None:
     """A caller that omits `continued` is refused: no run goes on with another recipe."""
     with pytest.raises(UserError, match=r"algorithm\.whitening is 'old' in the run and 'new' here"):
-        find_stored(begun, "run").check(now())
+        read_stored_run(begun, "run").check(now())
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,9 @@ def test_todays_defaults_alone_do_not_open_it(begun: Store, newer: None) -> None
     ],
 )
 def test_a_value_other_than_the_default_is_refused(begun: Store, newer: None, override: str, message: str) -> None:
-    recipe, _ = find_stored(begun, "run").continued(now(override))
+    recipe, _ = read_stored_run(begun, "run").recipe_to_continue(now(override))
     with pytest.raises(UserError, match=message):
-        find_stored(begun, "run").check(recipe)
+        read_stored_run(begun, "run").check(recipe)
 
 
 def test_a_value_that_was_never_a_default_is_not_kept(newer: None) -> None:
@@ -145,9 +146,9 @@ def test_a_value_that_was_never_a_default_is_not_kept(newer: None) -> None:
 
 
 def test_a_new_run_and_another_flow_take_the_recipe_as_it_is(local_store: Store, newer: None) -> None:
-    assert find_stored(local_store, "run").continued(now()) == (now(), {})
+    assert read_stored_run(local_store, "run").recipe_to_continue(now()) == (now(), {})
     open_run(local_store, "other", load_recipe("quickstart-sft"))
-    assert find_stored(local_store, "other").continued(now()) == (now(), {})
+    assert read_stored_run(local_store, "other").recipe_to_continue(now()) == (now(), {})
 
 
 def test_a_former_default_is_no_setting_without_effect(newer: None) -> None:

@@ -14,8 +14,9 @@ from store_builders import build, iteration_commit, recipe
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.opening import find_stored
-from areal_tasks.store.runs import Behind, Run, Superseded, list_runs, load_run, open_run
+from areal_tasks.store.opening import read_stored_run
+from areal_tasks.store.run_list import list_runs
+from areal_tasks.store.runs import HeadMoved, Run, Superseded, load_run, open_run
 from areal_tasks.store.search import last_present
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -64,7 +65,7 @@ def test_a_start_asks_for_each_record_once(local_store: Store, monkeypatch: pyte
         monkeypatch.setattr(
             backend, name, lambda self, path, ask=ask, into=paths_asked: into.append(path) or ask(self, path)
         )
-    stored = find_stored(local_store, "run")
+    stored = read_stored_run(local_store, "run")
     assert len(asked["read"]) == len(set(asked["read"])) == 5 and len(asked["size"]) <= 28
     head = open_run(local_store, "run", recipe(), stored=stored).head()
     assert head is not None and head.iteration == 39
@@ -90,7 +91,7 @@ def test_more_iterations_are_a_new_segment(local_store: Store) -> None:
 
 def test_a_child_of_a_name_that_another_start_has_taken_meanwhile_is_refused(local_store: Store) -> None:
     build(open_run(local_store, "parent", recipe()), range(2))
-    stored = find_stored(local_store, "child")
+    stored = read_stored_run(local_store, "child")
     open_run(local_store, "child", recipe())
     with pytest.raises(UserError, match=r"'child' exists and is no child, not a fork of 'parent' at iteration 1"):
         open_run(local_store, "child", recipe(), origin=Origin("parent", 1), stored=stored)
@@ -168,7 +169,7 @@ def test_a_start_that_finds_the_last_commit_of_the_one_before_goes_on_from_there
     with monkeypatch.context() as patch:
         patch.setattr(Run, "check_owner", lambda run: None)  # the old one looked before the new one claimed
         old.commit_iteration(theirs)
-    with pytest.raises(Behind, match="Iteration 0 of run 'run' was committed by an earlier start"):
+    with pytest.raises(HeadMoved, match="Iteration 0 of run 'run' was committed by an earlier start"):
         new.commit_iteration(mine)
     assert new.commit(0).attempt == theirs.attempt
     build(opened(local_store), [1], {})

@@ -9,7 +9,7 @@ from waiting import LIMIT
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.spool import StartClosed, append, close_start, number_of_starts, open_start, read_start
+from areal_tasks.store.spool import StartClosed, append_groups, close_start, number_of_starts, open_start, read_start
 from schemas.manifest import RejectedGroup, SpooledGroup
 
 GROUP = SpooledGroup(index=7, version=2, samples=8, tokens=99)
@@ -34,8 +34,8 @@ def test_starts_are_numbered_without_gaps_whoever_comes_first(store: Store) -> N
 
 def test_records_are_read_in_order_from_any_number_on(store: Store) -> None:
     start = open_start(store, "run", 1, "made")
-    append(store, "run", start, 1, 1, attempt=new_attempt(), finished=(GROUP,))
-    append(store, "run", start, 2, 1, attempt=new_attempt(), rejected=(RejectedGroup(index=8, reason="failed"),))
+    append_groups(store, "run", start, 1, 1, attempt=new_attempt(), finished=(GROUP,))
+    append_groups(store, "run", start, 2, 1, attempt=new_attempt(), rejected=(RejectedGroup(index=8, reason="failed"),))
     assert [record.kind for record in read_start(store, "run", start)] == ["opened", "groups", "groups"]
     assert read_start(store, "run", start)[0].made_with == "made"
     assert [record.finished for record in read_start(store, "run", start, 1)] == [(GROUP,), ()]
@@ -44,11 +44,11 @@ def test_records_are_read_in_order_from_any_number_on(store: Store) -> None:
 
 def test_a_closed_start_takes_no_more_records(store: Store) -> None:
     start = open_start(store, "run", 1, "made")
-    append(store, "run", start, 1, 1, attempt=new_attempt(), finished=(GROUP,))
+    append_groups(store, "run", start, 1, 1, attempt=new_attempt(), finished=(GROUP,))
     records = close_start(store, "run", start, 2, first=1)
     assert [record.kind for record in records] == ["groups", "closed"]
     with pytest.raises(StartClosed, match="ended by owner 2"):
-        append(store, "run", start, 2, 1, attempt=new_attempt(), finished=(GROUP,))
+        append_groups(store, "run", start, 2, 1, attempt=new_attempt(), finished=(GROUP,))
     assert close_start(store, "run", start, 3, first=1) == records  # it has ended: nothing is added
 
 
@@ -60,7 +60,7 @@ def test_a_worker_and_whoever_closes_its_start_never_both_win(store: Store) -> N
             barrier.wait(LIMIT)
             for n in range(1, 6):
                 try:
-                    append(store, "run", start, n, 1, attempt=new_attempt(), finished=(GROUP,))
+                    append_groups(store, "run", start, n, 1, attempt=new_attempt(), finished=(GROUP,))
                 except StartClosed:
                     return
                 written.append(n)

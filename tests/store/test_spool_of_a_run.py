@@ -24,18 +24,18 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.history.journal import append as log
+from areal_tasks.store.history.journal import append_log as log
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.retention.gc import Rule, plan
-from areal_tasks.store.retention.gc_remove import execute, remove_run, whole_run
+from areal_tasks.store.retention.gc import RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_remove import plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.shards import write_table
-from areal_tasks.store.spool import append, close_start, open_start, read_spool
+from areal_tasks.store.spool import append_groups, close_start, open_start, read_spool
 from schemas.manifest import RejectedGroup, SpooledGroup
 from schemas.tables import ROLLOUT
 
-AT_ONCE = Rule(older_than=0.0)
+AT_ONCE = RetentionRule(older_than=0.0)
 
 
 def rows(*groups: int) -> pa.Table:
@@ -48,7 +48,7 @@ def rows(*groups: int) -> pa.Table:
 def spool(store: Store, start: int, n: int, *groups: int, version: int = 0, rejected: tuple[int, ...] = ()) -> str:
     """Record `n` of a start of the run `run`; the folder of its shards."""
     prefix = paths.spool_attempt("run", start, attempt := new_attempt())
-    append(
+    append_groups(
         store,
         "run",
         start,
@@ -95,28 +95,28 @@ def defects(store: Store, name: str = "run") -> dict[str, str]:
 
 def test_gc_removes_rows_that_are_settled_and_nothing_else(run: Run) -> None:
     before = read_spool(run.store, "run")
-    assert plan(run.store, Rule(older_than=3600.0)) == []
-    [item] = plan(run.store, AT_ONCE)
+    assert plan_removals(run.store, RetentionRule(older_than=3600.0)) == []
+    [item] = plan_removals(run.store, AT_ONCE)
     assert (item.kind, item.path) == ("spool", paths.spool_attempt("run", 0, before[1].attempt))
-    assert execute(run.store, [item]) == [item]
+    assert remove_planned(run.store, [item]) == [item]
     assert read_spool(run.store, "run") == before
     assert attempts(run.store) == {paths.spool_attempt("run", 0, record.attempt) for record in before[2:]}
-    assert defects(run.store) == {} and plan(run.store, AT_ONCE) == []
+    assert defects(run.store) == {} and plan_removals(run.store, AT_ONCE) == []
 
 
 def test_rows_that_were_never_recorded_go_once_their_writer_has_ended(run: Run) -> None:
     run.store.put("run/spool/0/attempt=dead/rollout-00000.parquet", b"lost")
-    assert [item.kind for item in plan(run.store, AT_ONCE)] == ["spool"], "the run may be at work"
+    assert [item.kind for item in plan_removals(run.store, AT_ONCE)] == ["spool"], "the run may be at work"
     log(run.store, "run", "finished", {"owner": 1})
-    found = [item for item in plan(run.store, AT_ONCE) if item.kind == "attempt"]
+    found = [item for item in plan_removals(run.store, AT_ONCE) if item.kind == "attempt"]
     assert [item.path for item in found] == ["run/spool/0/attempt=dead"]
-    append(run.store, "run", 0, 4, 1, attempt="dead")  # its writer was believed dead
-    assert execute(run.store, found) == []
+    append_groups(run.store, "run", 0, 4, 1, attempt="dead")  # its writer was believed dead
+    assert remove_planned(run.store, found) == []
 
 
 def test_a_run_is_removed_with_its_spool(run: Run) -> None:
     log(run.store, "run", "finished", {"owner": 1})
-    remove_run(run.store, whole_run(run.store, "run", 0.0), 0.0)
+    remove_run(run.store, plan_run_removal(run.store, "run", 0.0), 0.0)
     assert entries(run.store, "run/spool") == []
 
 

@@ -16,7 +16,7 @@ from store_builders import recipe
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.runs import Run, open_run
-from areal_tasks.store.waits import holds, standing_waits, tell_waits, waits_record
+from areal_tasks.store.waits import current_waits, is_current, waits_record, write_waits
 from schemas.manifest import Wait, WaitsRecord
 
 WAIT = Wait(at="trainer", what="/train of version 3", since="2026-01-01T10:00:00+00:00", limit="none", says="3 of 4")
@@ -28,16 +28,16 @@ def opened(store: Store) -> Run:
 
 def test_the_last_record_of_the_last_start_counts(store: Store) -> None:
     run = opened(store)
-    assert standing_waits(run) is None
+    assert current_waits(run) is None
     for n, waits in enumerate([(), (WAIT,), (), (WAIT, WAIT)], 1):
-        tell_waits(run, n, waits_record(waits, 30.0))
-        found = standing_waits(run)
+        write_waits(run, n, waits_record(waits, 30.0))
+        found = current_waits(run)
         assert (found.waits if found else ()) == waits
-    tell_waits(run, 4, waits_record((), 30.0))  # an answer was lost: what is stored stays
-    assert standing_waits(run) is not None
+    write_waits(run, 4, waits_record((), 30.0))  # an answer was lost: what is stored stays
+    assert current_waits(run) is not None
     assert audit(store, "run").sound
     again = opened(store)
-    assert standing_waits(run) is None and standing_waits(again) is None
+    assert current_waits(run) is None and current_waits(again) is None
 
 
 @pytest.fixture
@@ -49,18 +49,18 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 def test_a_killed_process_waits_for_nothing_at_once(store: Store, process: subprocess.Popen[str]) -> None:
     run = opened(store)
-    tell_waits(run, 1, waits_record([WAIT], 30.0).model_copy(update={"pid": process.pid}))
-    assert standing_waits(run) is not None
+    write_waits(run, 1, waits_record([WAIT], 30.0).model_copy(update={"pid": process.pid}))
+    assert current_waits(run) is not None
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
-    assert standing_waits(run) is None
+    assert current_waits(run) is None
     process.wait()
-    assert standing_waits(run) is None
+    assert current_waits(run) is None
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "another"])
 def test_who_does_not_renew_what_was_told_is_gone(host: str) -> None:
     told = datetime(2026, 1, 1, 10, 0, tzinfo=UTC)
     record = WaitsRecord(host=host, pid=os.getpid(), told=told.isoformat(), seconds=30.0, waits=(WAIT,))
-    assert holds(record, told - timedelta(hours=1)) and holds(record, told + timedelta(seconds=30))
-    assert not holds(record, told + timedelta(minutes=5))
+    assert is_current(record, told - timedelta(hours=1)) and is_current(record, told + timedelta(seconds=30))
+    assert not is_current(record, told + timedelta(minutes=5))

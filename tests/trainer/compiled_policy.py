@@ -20,7 +20,7 @@ from areal_tasks.data.batching import make_layout, make_sequences
 from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.forward import to_device
 from areal_tasks.engines.trainer.policy import Policy, prepare
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 PASSES = ([9, 5, 12, 14], [17, 30, 3], [23, 24, 5, 6, 40], [11, 60])
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}

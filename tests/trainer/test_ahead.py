@@ -13,7 +13,7 @@ import torch
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 from waiting import LIMIT
 
-from areal_tasks.data.batching import Layout, lay_out
+from areal_tasks.data.batching import Layout, make_layout
 from areal_tasks.engines.trainer import forward, service
 from areal_tasks.engines.trainer import learner as learner_module
 from areal_tasks.engines.trainer.backend import Progress
@@ -23,7 +23,7 @@ from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import read_settings
-from schemas.recipe.sections import Trainer as TrainerSettings
+from schemas.recipe.training import Trainer as TrainerSettings
 from schemas.tables import VOLATILE
 
 CPU = torch.device("cpu")
@@ -150,9 +150,9 @@ def test_a_layout_that_fails_fails_the_iteration(tiny: Path, monkeypatch: pytest
         names.append(threading.current_thread().name)
         if len(names) == 2:
             raise ValueError("no such layout")
-        return lay_out(*arguments)
+        return make_layout(*arguments)
 
-    monkeypatch.setattr(learner_module, "lay_out", second_fails)
+    monkeypatch.setattr(learner_module, "make_layout", second_fails)
     with pytest.raises(ValueError, match="no such layout"):
         _learn(tiny)
     assert len(set(names)) == 1 and threading.current_thread().name not in names

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from areal_tasks.data.batching import (
     LEFT_OUT,
     counted_tokens,
-    lay_out,
     make_layout,
     make_sequences,
     micro_batches,
@@ -150,7 +149,7 @@ def test_a_packed_row_says_where_samples_end_and_how_long_they_are() -> None:
     assert layout.longest == 16
     assert make_layout(sequences, torch.arange(4), "padded").bounds is None
     for kind in ("packed", "padded"):
-        nothing = lay_out(sequences, torch.zeros(0, dtype=torch.int64), kind)  # type: ignore[arg-type]
+        nothing = make_layout(sequences, torch.zeros(0, dtype=torch.int64), kind)  # type: ignore[arg-type]
         assert nothing.input_ids.shape == (1, 1)
         assert nothing.bounds is not None and nothing.bounds.tolist() == [0, 1]
         assert len(nothing.targets) == nothing.tokens == 0

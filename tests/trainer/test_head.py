@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from warm_processes import output_of
 
 from areal_tasks.algorithms.log_ratios import k3
-from areal_tasks.data.batching import Layout, Sequences, lay_out, make_layout, make_sequences
+from areal_tasks.data.batching import Layout, Sequences, make_layout, make_sequences
 from areal_tasks.engines.trainer.attention import NAME, causal, one_by_one
 from areal_tasks.engines.trainer.forward import to_device
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead, accumulate, kernels, score_chunks
 from areal_tasks.engines.trainer.policy import PLAIN_HEADS, Policy, compiled, has_plain_head, prepare
 from schemas.errors import UserError
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 CPU = torch.device("cpu")
 VOCABULARY, HIDDEN = 11, 6
@@ -225,7 +225,7 @@ def test_shares_of_a_minibatch_add_up_however_it_is_cut(lengths: list[int], seed
         rows = torch.arange(rank, len(lengths), ranks)
         kind = "packed" if (rank + seed) % 2 else "padded"
         passes = [make_layout(samples, rows, kind)] if len(rows) else []  # type: ignore[arg-type]
-        for layout in [*passes, lay_out(samples, rows[:0], "padded")]:
+        for layout in [*passes, make_layout(samples, rows[:0], "padded")]:
             policy = Policy(model, 1 + seed % 9)
             found, _ = policy(to_device(layout, CPU), 1.3, share[layout.where], token_loss(old, layout))
             found.backward()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_builders import advantage, rlhf_recipe, rollout
 
-from areal_tasks.data.batching import Layout, lay_out
+from areal_tasks.data.batching import Layout, make_layout
 from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats
 from areal_tasks.engines.trainer.learner import Learner, make_plan
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -87,7 +87,7 @@ def test_no_score_waits_for_the_device(tiny: Path) -> None:
     backend.load(tiny, 0)
     table = rollout(LENGTHS)
     sequences = grpo_batch({"rollout": table, "advantage": advantage(table)}, 0).sequences
-    layout = lay_out(sequences, torch.arange(len(LENGTHS)), "padded")
+    layout = make_layout(sequences, torch.arange(len(LENGTHS)), "padded")
     with backend.watch:
         scores = backend.score(layout, 0.8, "policy")
     assert len(scores.logprobs) == len(layout.targets) > 0

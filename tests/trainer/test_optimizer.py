@@ -28,7 +28,7 @@ from areal_tasks.engines.trainer.optimizer import (
     step_at,
 )
 from areal_tasks.engines.trainer.ranks import meet
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from areal_tasks.engines.trainer import shares
 from areal_tasks.engines.trainer.policy import Policy, empty_policy, read_policy
 from areal_tasks.engines.trainer.shares import Share, empty_model, fill, first_row, replace_parameters
 from schemas.errors import UserError
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 from tests.trainer.families import DENSE, MIXED, assert_same, make_family
 
 CPU = torch.device("cpu")

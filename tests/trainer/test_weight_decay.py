@@ -22,7 +22,8 @@ from areal_tasks.store.objects.files import materialise, read_weights
 from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.runs import Run, load_run
 from schemas.manifest import WeightsRef
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Model
+from schemas.recipe.training import Trainer
 
 LR, DECAY = 0.5, 0.1
 

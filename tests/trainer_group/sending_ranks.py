@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 import torch
+from areal_tasks.engines.trainer.app import make_app
 from waiting import LIMIT
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.app import make_app
 from areal_tasks.engines.trainer.commands import COMMANDS
 from areal_tasks.engines.trainer.process import _follow
 from areal_tasks.engines.trainer.ranks import join

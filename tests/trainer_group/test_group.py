@@ -24,7 +24,7 @@ from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disag
 from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.ranks import Place, cpu_threads, end_group, environment, find_place
 from schemas.errors import UserError
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 Work = Callable[[], Any]
 

@@ -29,7 +29,7 @@ from areal_tasks.store.objects.files import commit_weights
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import WeightsRef
-from schemas.recipe.sections import Trainer as Section
+from schemas.recipe.training import Trainer as Section
 
 STEPS = 5
 Named = dict[str, Any]

@@ -45,7 +45,8 @@ from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_grou
 from areal_tasks.engines.trainer.policy import Policy, Rounded, empty_policy, fill_policy, prepare, read_policy
 from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
 from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Model
+from schemas.recipe.training import Trainer
 
 #: More steps than any run takes, so that DeepSpeed does not print.
 _NEVER: Final = 10**12

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Scores
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 #: The tensors of a `Layout` that the model needs.
 _OF_MODEL: Final = ("input_ids", "position_ids", "predictors", "targets", "bounds")

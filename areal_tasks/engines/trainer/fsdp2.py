@@ -23,7 +23,8 @@ from areal_tasks.engines.trainer.optimizer import local_share, make_optimizer, s
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
 from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
 from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Model
+from schemas.recipe.training import Trainer
 
 #: Whole weights and gradients stay on a GPU between a minibatch's passes if they need less than this share of it.
 ROOMY: Final = 0.2

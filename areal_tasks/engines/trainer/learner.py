@@ -19,7 +19,7 @@ from areal_tasks.data.batching import (
     LEFT_OUT,
     Layout,
     counted_tokens,
-    lay_out,
+    make_layout,
     micro_batches,
     minibatches,
 )
@@ -251,7 +251,7 @@ class Learner:
         device, kind = self.backend.device, self.settings.trainer.layout
         for minibatch in minibatches:
             for rows in minibatch.mine:
-                layout = staged(lay_out(self.batch.sequences, rows, kind), device)
+                layout = staged(make_layout(self.batch.sequences, rows, kind), device)
                 yield Pass(layout, pinned(minibatch.weights[layout.samples], device))
 
     def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from areal_tasks.engines.trainer.checkpoint import held_parameters, load_paramet
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, copy_weights, prepare, read_policy, working_copy
-from schemas.recipe.sections import Model, Trainer
+from schemas.recipe.sections import Model
+from schemas.recipe.training import Trainer
 
 
 class LocalBackend:

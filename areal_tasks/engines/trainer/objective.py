@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import behaviour_weights
-from areal_tasks.algorithms.log_ratios import beyond, k3
+from areal_tasks.algorithms.log_ratios import any_above, k3
 from areal_tasks.algorithms.losses import policy_terms, sft_terms
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.settings import Settings
@@ -74,7 +74,7 @@ def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) 
         kl = zero if reference is None else k3(logprobs if settings.kl_coef else own, reference, limit)
         loss = policy_loss + settings.kl_coef * kl if settings.kl_coef else policy_loss
         to_reference = zero if reference is None else reference - own
-        clamped = beyond(limit, own - proximal, log_ratio, to_reference)
+        clamped = any_above(limit, own - proximal, log_ratio, to_reference)
         measured = (k3(behaviour, own, limit), entropy, terms.clipped.float(), terms.ratio, clamped.float())
         apart = (gaps(start, behaviour), outside(start, behaviour))
         rows = [loss, policy_loss, kl, *measured, *apart]
@@ -111,14 +111,14 @@ def gaps(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float
 def outside(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """1 where the ratio proximal / behaviour is outside RATIOS, else 0; NaN where it is NaN."""
     ratio = torch.exp(proximal - behaviour)
-    beyond = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
-    return torch.where(ratio.isnan(), ratio, beyond)
+    any_above = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
+    return torch.where(ratio.isnan(), ratio, any_above)
 
 
-def agreement_totals(gap: Float[Tensor, " T"], beyond: Float[Tensor, " T"]) -> list[float]:
+def agreement_totals(gap: Float[Tensor, " T"], any_above: Float[Tensor, " T"]) -> list[float]:
     """Of a rank's tokens: their number, the sum and the maximum of their `gaps`, and how many are `outside`."""
     largest = float(gap.max()) if gap.numel() else -math.inf
-    return [float(gap.numel()), float(gap.double().sum()), largest, float(beyond.double().sum())]
+    return [float(gap.numel()), float(gap.double().sum()), largest, float(any_above.double().sum())]
 
 
 def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -126,13 +126,13 @@ def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
 
     NaN without tokens.
     """
-    counts, sums, largest, beyond = totals
+    counts, sums, largest, any_above = totals
     if not (tokens := sum(counts)):
         return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
     return {
         "logprob_gap_mean": sum(sums) / tokens,
         "logprob_gap_max": float(np.max(largest)),  # NaN if one is
-        "ratio_outside": sum(beyond) / tokens,
+        "ratio_outside": sum(any_above) / tokens,
     }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 Named = Iterable[tuple[str, Tensor]]
 _MATRICES: Final = "matrices"  # key of an optimizer group: whether its parameters are matrices (`is_matrix`)

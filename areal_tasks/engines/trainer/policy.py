@@ -21,7 +21,7 @@ from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import token_scores
 from areal_tasks.engines.trainer.head import HeadTask, TokenHead
 from areal_tasks.engines.trainer.shares import Share, empty_model, fill, replace_parameters, share_of, with_memory
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of its `TokenLoss`, without gradient.
 Loss = tuple[Float[Tensor, ""], Float[Tensor, "K T"]]

@@ -43,7 +43,7 @@ from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import service as service_path
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 
 log = logging.getLogger(__name__)
 

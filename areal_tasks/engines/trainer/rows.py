@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from areal_tasks.data.batching import Sequences, among, make_sequences
+from areal_tasks.data.batching import Sequences, in_whole_batch, make_sequences
 from schemas.errors import UserError
 from schemas.tables import FLOATS, TABLES
 
@@ -144,7 +144,7 @@ def _batch(
     rows = (
         torch.arange(len(ids)) if ids.equals(samples.ids) else _tensor(pc.index_in(ids, value_set=samples.ids)).long()
     )
-    placed = among(sequences, rows, samples.lengths)
+    placed = in_whole_batch(sequences, rows, samples.lengths)
     return Batch(samples.ids, samples.lengths, samples.kept, samples.minibatch, placed, rows, columns, staleness)
 
 

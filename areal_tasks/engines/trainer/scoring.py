@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from areal_tasks.data.batching import LayoutKind, Sequences, among, lay_out, make_sequences, micro_batches
+from areal_tasks.data.batching import LayoutKind, Sequences, in_whole_batch, make_layout, make_sequences, micro_batches
 from areal_tasks.engines.trainer.backend import Which
 from areal_tasks.engines.trainer.forward import ahead, background_thread, staged
 from areal_tasks.engines.trainer.learner import Rows, Work, passes_of_rank, samples_of
@@ -28,7 +28,7 @@ from areal_tasks.engines.trainer.ranks import gather_on_first
 from areal_tasks.engines.trainer.reading import places_of_rank
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
 from areal_tasks.store.shards import read_files
-from schemas.recipe.sections import Trainer
+from schemas.recipe.training import Trainer
 from schemas.tables import TABLES
 
 #: Tokens of a sample that are scored, so that several samples are, and the logits of few positions take memory.
@@ -56,7 +56,7 @@ class Part:
         tokens = torch.tensor([token for ids, _ in own for token in ids], dtype=torch.int32)
         masks = [torch.arange(len(ids)) >= first for ids, first in own]
         counted = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
-        return among(make_sequences(tokens, counted, self.lengths[rows]), rows, self.lengths)
+        return in_whole_batch(make_sequences(tokens, counted, self.lengths[rows]), rows, self.lengths)
 
 
 def read_part(files: Sequence[Path], most: int) -> Part:
@@ -134,7 +134,7 @@ def score_part(backend: LocalBackend, part: Part, trainer: Trainer, work: Work) 
 def _score(backend: LocalBackend, here: Sequences, mine: list[Rows], how: Scoring, work: Work) -> Float[Tensor, " n"]:
     """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
     scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
-    layouts = (staged(lay_out(here, rows, how.layout), backend.device) for rows in mine)
+    layouts = (staged(make_layout(here, rows, how.layout), backend.device) for rows in mine)
     with background_thread(backend.device) as thread:
         for number, (rows, layout) in enumerate(zip(mine, ahead(layouts, thread), strict=False), 1):
             found = backend.score(layout, how.temperature, how.which, number == len(mine))

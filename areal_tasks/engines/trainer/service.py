@@ -55,12 +55,12 @@ from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.transport import Sender, handles_of
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.objects.files import common_folder, local_file, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
-from areal_tasks.store.parallel import beside, parallel
+from areal_tasks.store.parallel import concurrently, parallel
 from areal_tasks.store.shards import write_table
-from areal_tasks.store.under_way import LEDGER
-from schemas.errors import UserError, shown
+from schemas.errors import UserError, listed
 from schemas.manifest import FileRef, TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class Trainer:
 
     def health(self, busy: bool) -> Health:
         """The trainer's state. Safe while a command runs."""
-        asked = LEDGER.under_way()
+        asked = LEDGER.in_flight()
         return Health(
             version=self.fence.version,
             step=self.progress.step,
@@ -338,7 +338,7 @@ class Trainer:
         with tempfile.TemporaryDirectory(prefix="areal-published-") as folder:  # `clear` leaves it alone
             with self._usable(command.prefix):
                 copy_description(self.weights, Path(folder), snapshot.dtype)
-            with beside(lambda: upload(self.store, command.prefix, Path(folder))) as described:
+            with concurrently(lambda: upload(self.store, command.prefix, Path(folder))) as described:
                 files = snapshot.save(self.store, command.prefix)
         return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
 
@@ -391,7 +391,7 @@ class Trainer:
         files = read_weights(self.store, ref).files
         named = {file.path.removeprefix(f"{common_folder(files)}/"): file for file in files}
         if lacking := set(names or ()) - named.keys():
-            raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {shown(lacking)}")
+            raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {listed(lacking)}")
         wanted = files if names is None else [named[name] for name in names]
         return materialise(self.store, wanted, into, verify=True)
 

@@ -11,7 +11,8 @@ from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
 from schemas.recipe.derived import is_decoupled, needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
-from schemas.recipe.sections import Grpo, Model, Rollout, Trainer
+from schemas.recipe.sections import Model, Rollout
+from schemas.recipe.training import Grpo, Trainer
 
 AT_MOST_1: Final = Bound("cap", 1.0)
 

@@ -25,7 +25,7 @@ from areal_tasks.engines.models import BUILDING
 from areal_tasks.engines.names import Group, Names
 from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.optimizer import local_share, split_over
-from schemas.errors import UserError, shown
+from schemas.errors import UserError, listed
 
 #: Stored elements that are read at once (or one row if that is larger).
 READ_ELEMENTS: Final = 8 * 2**20
@@ -68,7 +68,7 @@ def fill(folder: Path, names: Names, shares: Mapping[str, Share]) -> None:
     """
     made = {name for group in names.groups for name in group.held}
     if lacking := shares.keys() - made - set(names.buffers):  # a missing buffer keeps its module's value
-        raise UserError(f"the weights in {folder} lack tensors of their model: {shown(lacking)}; name complete ones")
+        raise UserError(f"the weights in {folder} lack tensors of their model: {listed(lacking)}; name complete ones")
     with ExitStack() as stack:
         stored = _Stored(folder, stack)
         for group in _without_duplicates(names.groups, stored):
@@ -107,7 +107,7 @@ def _without_duplicates(groups: Iterable[Group], stored: _Stored) -> Iterator[Gr
             made[group.held] = group
             yield group
         elif not stored.equal(made[group.held].stored[0], group.stored[0]):
-            both = shown([*made[group.held].stored, *group.stored])
+            both = listed([*made[group.held].stored, *group.stored])
             raise UserError(
                 f"config.json ties {both}, but the weights hold different values for them: set tie_word_embeddings to "
                 "false there"

@@ -1,1 +1,1 @@
-"""What became of a run: its log, audit, signatures, and how two runs differ."""
+"""The history of a run: its log, audit, signatures, and the differences of two runs."""

@@ -11,7 +11,7 @@ from functools import partial
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.history.audit_history import Link, audit_history, audit_log, audit_spool, check_groups
-from areal_tasks.store.history.audit_records import Defect, Findings, Progress, Work
+from areal_tasks.store.history.audit_records import CheckQueue, Defect, Findings, Progress
 from areal_tasks.store.history.signing import root_hash
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.files import common_folder
@@ -46,7 +46,7 @@ _MANIFEST = re.compile(r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """An audit's result. `root` is the run's root hash; empty if a file that it covers is missing or damaged."""
 
     run: str
@@ -65,7 +65,7 @@ class Report:
         return not self.defects
 
 
-def audit(store: Store, name: str, progress: Progress = lambda done, total: None) -> Report:
+def audit(store: Store, name: str, progress: Progress = lambda done, total: None) -> AuditReport:
     """Check everything that the run's commits reference, its other records, and the history of its parents.
 
     Raises:
@@ -74,7 +74,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
     if not store.exists(paths.run_record(name)):
         load_run(store, name)  # raises an error that lists the runs
     found = Findings(store)
-    work = Work(found, progress)
+    work = CheckQueue(found, progress)
     links = audit_history(found, name)
     audit_log(found, name, links)
     tombstones = _tombstones(found, name, links)
@@ -92,7 +92,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
     check_groups(found, work, links, manifests, spools)
     stray = [entry for entry in entries(store, name) if entry.path not in found.seen]
     _unselected(found, name, [entry.path for entry in stray])
-    return Report(
+    return AuditReport(
         run=name,
         root=_root(store, name, len(links)),
         iterations=len(links),
@@ -118,7 +118,7 @@ def _root(store: Store, name: str, iterations: int) -> str:
 # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _stages(found: Findings, work: Work, named: Reached[StageRef]) -> dict[str, StageManifest]:
+def _stages(found: Findings, work: CheckQueue, named: Reached[StageRef]) -> dict[str, StageManifest]:
     """Check every stage manifest that a commit names and queue its shards; returns the valid ones by path."""
     read = parallel(lambda item: _stage(found, *item), list(named.values()))
     manifests = {path: m for path, m in zip(named, read, strict=True) if m is not None}
@@ -142,7 +142,7 @@ def _stage(found: Findings, ref: StageRef, commit: IterationCommit) -> StageMani
     return manifest
 
 
-def _contents(found: Findings, work: Work, path: str, manifest: StageManifest) -> None:
+def _contents(found: Findings, work: CheckQueue, path: str, manifest: StageManifest) -> None:
     if combine_digests({name: table.digest for name, table in manifest.tables.items()}) != manifest.digest:
         found.report(path, "its content digest is not that of its tables", found.downstream(path))
     for table in manifest.tables.values():
@@ -175,7 +175,7 @@ def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> It
                 yield named_weights(found.store, manifest)
 
 
-def _weights(found: Findings, work: Work, ref: WeightsRef, tombstones: dict[str, Tombstone]) -> None:
+def _weights(found: Findings, work: CheckQueue, ref: WeightsRef, tombstones: dict[str, Tombstone]) -> None:
     kind, _, _ = paths.version_of(ref.path)
     affects = _use(kind, ref.version)
     manifest = found.record(ref.path, WeightsManifest, ref.sha256, "a commit", affects)
@@ -193,7 +193,7 @@ def _weights(found: Findings, work: Work, ref: WeightsRef, tombstones: dict[str,
 def _use(kind: str, version: int) -> str:
     if kind == "checkpoint":
         return f"restarts, which would retrain from version {version}"
-    return f"whatever loads or exports version {version}"
+    return f"loading and exporting version {version}"
 
 
 def _check_unwritten(found: Findings, commits: Sequence[IterationCommit], manifests: dict[str, StageManifest]) -> None:
@@ -233,7 +233,7 @@ def _records(found: Findings, name: str) -> None:
     _logs(found, name)
 
 
-def _samples(found: Findings, work: Work, name: str) -> None:
+def _samples(found: Findings, work: CheckQueue, name: str) -> None:
     """Check the samples of services, and that no record of them is missing."""
     for folder in found.store.children(f"{name}/system"):
         owner = int(folder.removeprefix("owner="))
@@ -243,14 +243,14 @@ def _samples(found: Findings, work: Work, name: str) -> None:
 
 
 def _logs(found: Findings, name: str) -> None:
-    """Check that no part of a service's log is missing; nothing says what its bytes were."""
+    """Check that no part of a service's log is missing; no record has digests of the parts."""
     for log, parts in stored_parts(found.store.list(paths.logs(name))).items():
         found.seen.update(parts.values())
         for n in set(range(max(parts))) - parts.keys():
             found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
-def _compactions(found: Findings, work: Work, name: str) -> None:
+def _compactions(found: Findings, work: CheckQueue, name: str) -> None:
     """Check compactions, derived copies that make queries fast; their sources are checked separately."""
     remedy = "nothing: it is a copy; remove it and compact the run again"
     for path, record in found.folder(paths.compactions(name), Compaction, remedy).items():

@@ -14,7 +14,7 @@ from itertools import islice
 from areal_tasks.rollout.settled import Settled, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.history.audit_records import Findings, Work
+from areal_tasks.store.history.audit_records import CheckQueue, Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
@@ -96,10 +96,10 @@ def audit_log(found: Findings, name: str, links: list[Link]) -> None:
     for n, record in log.items():
         if (n - 1 in log or n == 1) and record.previous != log_digest(found.store, name, n - 1):
             found.report(paths.log(name, max(n - 1, 1)), f"replaced: line {n} of the log records another digest")
-        _check_witness(found, name, record, links)
+        _check_logged_commit(found, name, record, links)
 
 
-def _check_witness(found: Findings, name: str, record: LogRecord, links: list[Link]) -> None:
+def _check_logged_commit(found: Findings, name: str, record: LogRecord, links: list[Link]) -> None:
     """Check that the commit that a log line records as the last one exists: commits are never undone."""
     iterations, head = record.details.get("iterations"), record.details.get("head")
     if not isinstance(iterations, int) or not iterations or not isinstance(head, str):
@@ -118,7 +118,7 @@ def _check_witness(found: Findings, name: str, record: LogRecord, links: list[Li
 Records = Mapping[str, SpoolRecord]
 
 
-def audit_spool(found: Findings, work: Work, name: str, links: Sequence[Link]) -> dict[str, Records]:
+def audit_spool(found: Findings, work: CheckQueue, name: str, links: Sequence[Link]) -> dict[str, Records]:
     """Check the spool records of `name` and its parents, and queue the shards in the spool of `name`.
 
     Returns the records of each run. Of its parents' spools, a child needs only which groups they rejected.
@@ -154,7 +154,7 @@ def _start(found: Findings, run: str, start: int) -> Iterator[tuple[str, SpoolRe
             yield path, record
 
 
-def _shards(found: Findings, work: Work, name: str, records: Records, links: Sequence[Link]) -> None:
+def _shards(found: Findings, work: CheckQueue, name: str, records: Records, links: Sequence[Link]) -> None:
     """Queue the shards that must exist, with their rows, and those that `gc` may remove but has not."""
     head = links[-1].commit if links else None
     settled, unknown = settled_after(head), bool(links) and head is None
@@ -171,7 +171,7 @@ def _shards(found: Findings, work: Work, name: str, records: Records, links: Seq
 
 def check_groups(
     found: Findings,
-    work: Work,
+    work: CheckQueue,
     links: Sequence[Link],
     manifests: Mapping[str, StageManifest],
     spools: Mapping[str, Records],
@@ -198,14 +198,14 @@ def check_groups(
         before = settled_after(commit) if commit else None
 
 
-def _rows(work: Work, tables: Mapping[str, TableRef]) -> Counter[int] | None:
+def _rows(work: CheckQueue, tables: Mapping[str, TableRef]) -> Counter[int] | None:
     """The rows of each group in the shards of a table `rollout`; None if one of them was not read."""
     shards = [shard.path for shard in tables["rollout"].shards] if "rollout" in tables else []
     read = [work.groups[path] for path in shards if path in work.groups]
     return sum(read, Counter()) if len(read) == len(shards) else None
 
 
-def _taken(work: Work, commit: IterationCommit, manifests: Mapping[str, StageManifest]) -> set[int] | None:
+def _taken(work: CheckQueue, commit: IterationCommit, manifests: Mapping[str, StageManifest]) -> set[int] | None:
     """The groups that an iteration has trained on; None if unknown."""
     rollouts = [manifests[ref.path] for ref in commit.stages if ref.stage == "rollout" and ref.path in manifests]
     rows = _rows(work, rollouts[0].tables) if rollouts and "next_group" in commit.state else None

@@ -137,7 +137,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass
-class Work:
+class CheckQueue:
     """A queue of checks of bytes, each made once; run by several threads, since hashing and reading release the GIL."""
 
     found: Findings

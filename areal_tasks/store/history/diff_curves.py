@@ -1,4 +1,4 @@
-"""Curves and distributions of two runs side by side, as rows that a terminal, a page or JSON can show."""
+"""Curves and distributions of two runs compared, as rows that a terminal, a page or JSON can show."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_curves(store: Store, run: str) -> dict[str, Curve]:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], stage: str, metric: str) -> Curve:
-    """A metric by iteration. An iteration's second evaluation is of the weights it made: it counts for the next."""
+    """A metric by iteration. An iteration's second evaluation is of the weights it made: it belongs to the next."""
     curve: Curve = {}
     for row in rows:
         value = dict(row["metrics"]).get(metric, math.nan) if row["stage"] == stage else math.nan
@@ -175,7 +175,7 @@ def compare_replay(store: Store, name: str) -> list[Section]:
 
 
 def _counts(run: Run, last: int) -> dict[str, list[int]]:
-    """In how many iterations each stage was taken from the original, and in how many it was built."""
+    """By stage, the number of iterations in which it was taken from the original, and in which it was built."""
     counts: dict[str, list[int]] = {}
     for k in range(run.first, last + 1):
         for ref in run.commit(k).stages:
@@ -208,7 +208,7 @@ def _judgements(store: Store, names: tuple[str, str], judged: str, where: str, s
 
 
 def confusion(a: list[str], b: list[str], names: tuple[str, str]) -> Section:
-    """How many samples with each verdict in `a` (rows) have which in `b` (columns); both list the same samples."""
+    """The number of samples by verdict in `a` (rows) and in `b` (columns); both list the same samples."""
     pairs = Counter(zip(a, b, strict=True))
     used = [verdict for verdict in VERDICTS if verdict in a or verdict in b]
     rows: list[dict[str, Any]] = [

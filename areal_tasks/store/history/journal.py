@@ -1,4 +1,4 @@
-"""The append-only log of a run: who ran, cancelled, changed, forked, replayed or removed what.
+"""The append-only log of a run: users and times of starts, ends, changes, forks, replays and removals.
 
 Each line has the digest of the line before it: `arealflow audit` finds a line that was altered or removed.
 """
@@ -6,7 +6,6 @@ Each line has the digest of the line before it: `arealflow audit` finds a line t
 from __future__ import annotations
 
 import getpass
-import hashlib
 import os
 import socket
 from collections.abc import Mapping
@@ -14,19 +13,19 @@ from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.commit import append_record, new_attempt, read_record
+from areal_tasks.store.commit import append_record, bytes_digest, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
 from areal_tasks.store.search import last_number
-from schemas.manifest import ACTIONS, LogRecord
+from schemas.manifest import ACTIONS, ENDINGS, LogRecord
 
 Details = Mapping[str, bool | int | float | str]
 
 
-def append(
+def append_log(
     store: Store, run: str, action: str, details: Details | None = None, *, prefect_flow_run_id: str = ""
 ) -> LogRecord:
-    """Add a line to the log of `run`; returns it. Several processes may do so at once.
+    """Add a line to the log of `run`; returns it. Several processes may do so concurrently.
 
     Raises:
         ValueError: `action` is none of `schemas.manifest.ACTIONS`.
@@ -36,11 +35,12 @@ def append(
         raise ValueError(f"unknown action {action!r}: a log records {', '.join(ACTIONS)}")
 
     def line(n: int) -> LogRecord:
+        """The line if its number is `n`: it has the digest of the line before."""
         return LogRecord(
             n=n,
             attempt=new_attempt(),
             action=action,
-            user=user(),
+            user=current_user(),
             host=socket.gethostname(),
             time=now(),
             pid=os.getpid(),
@@ -58,6 +58,12 @@ def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
     return parallel(lambda n: read_record(store, paths.log(run, n), LogRecord), numbers)
 
 
+def end_of_start(store: Store, run: str, owner: int) -> LogRecord | None:
+    """The line about the end of the start `owner` of the flow; None if it runs, was killed, or never existed."""
+    lines = (line for line in read_log(store, run) if line.details.get("owner") == owner)
+    return next((line for line in lines if line.action in ENDINGS), None)
+
+
 def log_length(store: Store, run: str) -> int:
     """How many lines the log has; O(log n) reads and no listing."""
     return last_number(store, partial(paths.log, run))
@@ -66,12 +72,12 @@ def log_length(store: Store, run: str) -> int:
 def log_digest(store: Store, run: str, n: int) -> str:
     """SHA-256 of the bytes of the n-th line; empty for none."""
     try:
-        return hashlib.sha256(store.read(paths.log(run, n))).hexdigest() if n > 0 else ""
+        return bytes_digest(store, paths.log(run, n)) if n > 0 else ""
     except Missing:  # the line was removed: the next audit reports it, and the log continues
         return ""
 
 
-def user() -> str:
+def current_user() -> str:
     """The user who runs this process: name, or number if there is no name."""
     try:
         return getpass.getuser()

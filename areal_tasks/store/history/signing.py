@@ -14,7 +14,7 @@ from typing import Any, Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import bytes_digest, commit_once, new_attempt, read_record
-from areal_tasks.store.history.journal import append, log_digest, log_length, read_log, user
+from areal_tasks.store.history.journal import append_log, current_user, log_digest, log_length, read_log
 from areal_tasks.store.keys import combine_digests, digest_json
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
@@ -27,8 +27,8 @@ _MAKE: Final = "make one with `openssl genpkey -algorithm ed25519 -out key.pem`,
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A signature, why it does not hold for what the store has now (empty if it does), and whether its key is known."""
+class CheckedSignature:
+    """A signature; why it is invalid for the store's present content (empty: valid); and whether its key is known."""
 
     signature: Signature
     problem: str = ""
@@ -57,17 +57,17 @@ def _records(run: Run, iterations: int) -> Iterator[str]:
 
 
 def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) -> tuple[Signature, bool]:
-    """Sign the `root` that an audit of the run has just given, and its log as it is now, with a private key.
+    """Sign the `root` that an audit of the run has just computed, and the present log, with a private key.
 
-    Returns the signature, and whether it is new: an existing one by this key that holds and covers everything is kept.
+    Returns the signature, and whether it is new: a valid existing one by this key that covers everything is kept.
 
     Raises:
         UserError: the file holds no Ed25519 key that can sign.
     """
     key, lines = _key(key_file, private=True), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
-    if there := _covering(store, name, root, public):
-        return there, False
+    if existing := _covering(store, name, root, public):
+        return existing, False
     unsigned = Signature(
         root=root,
         iteration=iterations - 1,
@@ -77,14 +77,14 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
         public_key=public,
         signature="",
         attempt=new_attempt(),
-        user=user(),
+        user=current_user(),
         provenance=make_provenance(0, now()),
     )
     signed = unsigned.model_copy(update={"signature": key.sign(_message(name, unsigned)).hex()})
-    there, mine = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
+    existing, mine = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
     if mine:
-        append(store, name, "signed", {"root": root, "iteration": there.iteration, "public_key": public})
-    return there, mine
+        append_log(store, name, "signed", {"root": root, "iteration": existing.iteration, "public_key": public})
+    return existing, mine
 
 
 def _covering(store: Store, name: str, root: str, public: str) -> Signature | None:
@@ -100,7 +100,7 @@ def unsigned_lines(store: Store, name: str, signature: Signature) -> int:
     return sum(line.action != "signed" for line in read_log(store, name, signature.log_records))
 
 
-def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verified]:
+def verify(store: Store, name: str, key_file: Path | None = None) -> list[CheckedSignature]:
     """The signatures of a run, newest last, each checked by the public key that it names itself.
 
     Only `key_file` shows whether that key is trusted: signatures by the key in it are `known`.
@@ -114,7 +114,7 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Verifi
     found = sorted(read_signatures(store, name), key=lambda s: (s.iteration, s.log_records))
     if known and all(s.public_key != known for s in found):
         raise UserError(f"Run {name!r} has no signature by the key in {key_file}: sign it with `audit --sign KEY`.")
-    return [Verified(s, _problem(store, name, s), s.public_key == known) for s in found]
+    return [CheckedSignature(s, _problem(store, name, s), s.public_key == known) for s in found]
 
 
 def read_signatures(store: Store, name: str) -> list[Signature]:

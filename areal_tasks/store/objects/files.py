@@ -1,6 +1,6 @@
 """Weights and checkpoints: folders of large files, uploaded once and named by a manifest next to each folder.
 
-Weights that were sent to the servers directly need not be in the store: see `newest_written` and `weights_made`.
+Weights that were sent to the servers directly need not be in the store: see `newest_written` and `written_weights`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def local_file(store: Store, file: FileRef | ShardRef, into: Path) -> Path:
 
 
 def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch: bool) -> None:
-    if fetch and not _whole(target, file):
+    if fetch and not _has_full_size(target, file):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         if store.fetch_file(file.path, partial) != file.sha256:  # fetched files are always hashed
@@ -82,7 +82,7 @@ def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch:
         _check(store, file, target, verify)
 
 
-def _whole(target: Path, file: FileRef) -> bool:
+def _has_full_size(target: Path, file: FileRef) -> bool:
     return target.is_file() and target.stat().st_size == file.bytes
 
 
@@ -163,8 +163,8 @@ def _newest(commit: IterationCommit) -> WeightsRef | None:
     return commit.weights if commit.weights.written else commit.published
 
 
-def weights_made(run: Run, commit: IterationCommit) -> WeightsRef:
-    """The weights that an iteration made: with η > 0 they may have been written after its commit."""
+def written_weights(run: Run, commit: IterationCommit) -> WeightsRef:
+    """The weights that an iteration made, as the store has them: with η > 0 the next commit may name them."""
     if not commit.weights.written:
         with suppress(Missing):
             return run.commit(commit.iteration + 1).published or commit.weights

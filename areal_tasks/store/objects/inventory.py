@@ -46,8 +46,8 @@ def entries(store: Store, prefix: str) -> list[Entry]:
     )
 
 
-def clock(store: Store) -> float:
-    """The time by the store's own clock, to compare with its files' times: this machine's clock may differ."""
+def store_time(store: Store) -> float:
+    """The time by the store's clock, in seconds since 1970, to compare with its files' times."""
     probe = f".clock-{uuid.uuid4().hex}"
     store.put(probe, b"")
     filesystem, root = store.arrow()
@@ -129,7 +129,7 @@ def check_file(store: Store, file: FileRef) -> None:
     with open_file(store, file.path) as opened:
         if footer_holds(opened, file.bytes):
             return
-    check_whole(store, file)
+    check_sha256(store, file)
 
 
 def check_size(store: Store, file: FileRef) -> None:
@@ -138,7 +138,7 @@ def check_size(store: Store, file: FileRef) -> None:
         raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that were recorded for it")
 
 
-def check_whole(store: Store, file: FileRef) -> None:
+def check_sha256(store: Store, file: FileRef) -> None:
     """StoreError, with the file's name, unless all its bytes are those that were recorded."""
     expected = (file.sha256, file.bytes)
     if not any(file_digest(store, file.path) == expected for _ in range(2)):  # it may be corrupted in transit

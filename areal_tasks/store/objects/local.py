@@ -1,8 +1,8 @@
 """A store in a local folder: files written whole, fsynced, and given their name by an exclusive hard link.
 
 Every file's content is fsynced before a reader can find its name. Names are not fsynced one by one: a journalling file
-system keeps their order, so that a power cut loses only the newest names and never leaves a gap. `settle`, called once
-per iteration, waits for them: an fsync costs from 0.3 ms on an idle SSD to 8 ms on a busy one.
+system keeps their order, so that a power cut loses only the newest names and never leaves a gap. `make_durable`, called
+once per iteration, waits for them: an fsync costs from 0.3 ms on an idle SSD to 8 ms on a busy one.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class LocalBackend(Store):
             return file.readall()
 
     def create(self, path: str, data: bytes) -> None:
+        """As `Store.create`: the fsynced file gets its name by a hard link, which fails if the name exists."""
         final = self._at(path)
         folder, name = os.path.split(final)
         partial = f"{folder}/.{name}.{uuid.uuid4().hex}"
@@ -67,11 +68,12 @@ class LocalBackend(Store):
             finally:
                 os.unlink(partial)
 
-    def settle(self, path: str) -> None:
+    def make_durable(self, path: str) -> None:
         with self._errors(path):
             _sync(os.path.dirname(self._at(path)))
 
     def put_file(self, path: str, source: Path) -> None:
+        """As `Store.put_file`; a file that lies at its place already is only fsynced."""
         final = self._at(path)
         with self._errors(path):
             if not os.path.exists(final) or not os.path.samefile(final, source):
@@ -93,6 +95,7 @@ class LocalBackend(Store):
             return os.stat(self._at(path)).st_size
 
     def children(self, prefix: str) -> list[str]:
+        """As `Store.children`; empty if there is no such folder."""
         try:
             with self._errors(prefix):
                 return sorted(name for name in os.listdir(self._at(prefix)) if not name.startswith("."))

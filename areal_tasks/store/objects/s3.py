@@ -24,21 +24,21 @@ from botocore.exceptions import (
 from pyarrow.fs import FileSystem, S3FileSystem
 
 from areal_tasks.store.backend import Content, Exists, Missing, Store, StoreError, Unavailable, s3_endpoint, s3_region
-from areal_tasks.store.objects.s3_bulk import Bulk, described, received
+from areal_tasks.store.objects.s3_bulk import Bulk, body_headers, reading_body
 from schemas.errors import UserError
 
 T = TypeVar("T")
 
 #: How long requests are retried while a store that has answered before is overloaded or unreachable.
-PATIENCE_SECONDS = 20.0
+RETRY_SECONDS = 20.0
 _CONNECT_SECONDS: Final = 2
 _SEND_SECONDS: Final = 10  # botocore has one timeout for connecting and for sending a part of a body
 _READ_SECONDS: Final = 30
 _ATTEMPTS: Final = 3  # at least, unless nothing answers at all: that is reported after 10 s
 _CONFLICT_ATTEMPTS: Final = 5
-_TORN_ATTEMPTS: Final = 5
+_CORRUPTED_ATTEMPTS: Final = 5
 _LONGEST_PAUSE: Final = 2.0
-_TORN: Final = (FlexibleChecksumError, IncompleteReadError, ResponseStreamingError)
+_CORRUPTED: Final = (FlexibleChecksumError, IncompleteReadError, ResponseStreamingError)
 _ALTERED: Final = ("BadDigest", "XAmzContentChecksumMismatch")  # the server received altered bytes
 _SCAN_THREADS: Final = 32
 
@@ -56,7 +56,7 @@ _REMEDIES: Final = {
     "QuotaExceeded": "the bucket's quota is used up: free some space, then run again",
 }
 _OTHER_REMEDY: Final = "check that the server is healthy and has free space, then run again"
-_TORN_REMEDY: Final = "check the network and any proxy before the server, then run again"
+_CORRUPTED_REMEDY: Final = "check the network and any proxy before the server, then run again"
 _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server is up, then run again"
 
 
@@ -87,14 +87,17 @@ class S3Backend(Store):
         self.bulk = Bulk(self.client, self._at, self.retried)
 
     def read(self, path: str) -> bytes:
+        """As `Store.read`; botocore compares the bytes with the server's checksum."""
+
         def ask() -> bytes:
-            with received(self.client.get_object(**self._at(path), ChecksumMode="ENABLED")["Body"]) as body:
+            with reading_body(self.client.get_object(**self._at(path), ChecksumMode="ENABLED")["Body"]) as body:
                 return bytes(body.read())
 
         return self.retried(path, ask)
 
     def create(self, path: str, data: bytes) -> None:
-        meta = described([memoryview(data)])
+        """As `Store.create`, by a conditional put. StoreError if other puts of the name keep colliding with it."""
+        meta = body_headers([memoryview(data)])
         for attempt in range(_CONFLICT_ATTEMPTS):
             try:
                 self._ask(path, "put_object", Body=data, IfNoneMatch="*", **meta)
@@ -103,7 +106,7 @@ class S3Backend(Store):
                 time.sleep(0.05 * 2**attempt)
         raise StoreError(f"The store's object {self.uri(path)} stays contended: {_OTHER_REMEDY}.")
 
-    def settle(self, path: str) -> None:
+    def make_durable(self, path: str) -> None:
         """Nothing to do: S3 acknowledges a put once the object is durable."""
 
     def put_file(self, path: str, source: Path) -> None:
@@ -119,6 +122,7 @@ class S3Backend(Store):
         return int(self._ask(path, "head_object")["ContentLength"])
 
     def children(self, prefix: str) -> list[str]:
+        """As `Store.children`, from all pages of a listing."""
         bucket, _, key = self._below(prefix).partition("/")
         what = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "Delimiter": "/"}
         pages = self.retried(prefix, lambda: list(self.client.get_paginator("list_objects_v2").paginate(**what)))
@@ -133,6 +137,7 @@ class S3Backend(Store):
         return None
 
     def arrow(self) -> tuple[FileSystem, str]:
+        """As `Store.arrow`; also raises Arrow's number of I/O threads for the whole process."""
         pa.set_io_thread_count(max(_SCAN_THREADS, pa.io_thread_count()))  # they wait for the network
         scheme, _, host = (self.endpoint or "").rpartition("://")
         filesystem = S3FileSystem(
@@ -173,9 +178,9 @@ class S3Backend(Store):
                 return answer
             except Unavailable as error:
                 attempt += 1
-                torn, silent = isinstance(error, _Torn), isinstance(error.__cause__, ConnectTimeoutError)
-                patient = self.known and not torn and time.monotonic() - started < PATIENCE_SECONDS
-                if attempt >= (_TORN_ATTEMPTS if torn else 1 if silent else _ATTEMPTS) and not patient:
+                torn, silent = isinstance(error, _Corrupted), isinstance(error.__cause__, ConnectTimeoutError)
+                patient = self.known and not torn and time.monotonic() - started < RETRY_SECONDS
+                if attempt >= (_CORRUPTED_ATTEMPTS if torn else 1 if silent else _ATTEMPTS) and not patient:
                     raise
                 time.sleep(_pause(attempt))
             except (Missing, Exists):
@@ -198,9 +203,9 @@ class S3Backend(Store):
         if code in ("NoSuchKey", "NoSuchUpload", "404"):
             return Missing(self.uri(path))
         where = self.endpoint or "AWS"
-        if isinstance(error, _TORN) or code in _ALTERED:
-            return _Torn(
-                f"{self.uri(path)} arrives incomplete or altered from {where} ({_short(error)}): {_TORN_REMEDY}."
+        if isinstance(error, _CORRUPTED) or code in _ALTERED:
+            return _Corrupted(
+                f"{self.uri(path)} arrives incomplete or altered from {where} ({_short(error)}): {_CORRUPTED_REMEDY}."
             )
         if not code:
             return Unavailable(
@@ -215,7 +220,7 @@ class _Conflict(Exception):
     """S3 answered 409: two conditional puts collided."""
 
 
-class _Torn(Unavailable):
+class _Corrupted(Unavailable):
     """Bytes were lost or altered in transit."""
 
 

@@ -51,7 +51,7 @@ class Bulk:
         views = [view for piece in pieces if len(view := memoryview(piece).cast("B"))]
         size = sum(len(view) for view in views)
         if size <= PART_BYTES:
-            meta = described(views)
+            meta = body_headers(views)
             self.call(path, lambda: self.client.put_object(**self.at(path), Body=_body(views), **meta))
         else:
             self._put_parts(path, views, size)
@@ -95,7 +95,7 @@ class Bulk:
 
     def _put_part(self, path: str, at: dict[str, Any], number: int, views: Sequence[memoryview]) -> dict[str, Any]:
         """Upload one part; returns its entry for the completion of the upload."""
-        meta = described(views)
+        meta = body_headers(views)
         answer = self.call(path, lambda: self.client.upload_part(**at, PartNumber=number, Body=_body(views), **meta))
         return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": meta["ChecksumCRC32"]}
 
@@ -135,7 +135,7 @@ def _body(views: Sequence[memoryview]) -> _Body | bytes:
     return _Body(views) if views else b""
 
 
-def described(views: Sequence[memoryview]) -> dict[str, Any]:
+def body_headers(views: Sequence[memoryview]) -> dict[str, Any]:
     """Length and CRC32 of a body, as botocore's commands name them."""
     check = 0
     for view in views:
@@ -155,7 +155,7 @@ def _cut(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
 
 
 @contextmanager
-def received(body: Any) -> Iterator[Any]:
+def reading_body(body: Any) -> Iterator[Any]:
     """The body of an answer, to be read within the block."""
     try:
         yield body
@@ -168,7 +168,7 @@ def received(body: Any) -> Iterator[Any]:
 def _receive(answer: Any, file: FileIO, start: int, end: int) -> None:
     """Write the body of an answer into `file` from `start`; IncompleteReadError unless it reaches `end`."""
     at = start
-    with received(answer) as body:
+    with reading_body(answer) as body:
         while run := body.read(_RUN_BYTES):
             at += _write(file, run, at)
     if at != end:

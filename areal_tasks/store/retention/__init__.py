@@ -1,1 +1,1 @@
-"""What is kept and what is removed: gc, tags, tombstones, compactions."""
+"""Removal and merging of files: gc, tombstones, compactions."""

@@ -23,7 +23,7 @@ from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, 
 from areal_tasks.store.commit import bytes_digest, new_attempt
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.compacted import listed
+from areal_tasks.store.retention.compacted import list_compactions
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import encode, read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
@@ -63,7 +63,7 @@ def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Seque
         tables=_merged(catalog, regions, tables, paths.compact_attempt(run.name, attempt)),
         provenance=make_provenance(run.owner, started),
     )
-    before = [c.generation for c in listed(run.store, run.name) if (c.first, c.stop) == (first, stop)]
+    before = [c.generation for c in list_compactions(run.store, run.name) if (c.first, c.stop) == (first, stop)]
     path = paths.compaction(run.name, first, stop, max(before, default=0) + 1, record.attempt)
     with suppress(Exists):  # the name holds the attempt: only this put, when repeated, finds one
         run.store.create(path, record.encode())
@@ -166,7 +166,7 @@ def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
 # ── when ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def due(regions: Sequence[Region], every: int) -> Sequence[Region]:
+def regions_to_merge(regions: Sequence[Region], every: int) -> Sequence[Region]:
     """The last regions, if it is time to merge them: at least `every` iterations at the end are not compacted.
 
     Shorter compactions before them are merged too, so that a run of n iterations has about log(n) compactions, and
@@ -222,7 +222,7 @@ class Compactor:
     def _work(self) -> None:
         try:
             catalog = Catalog(self.run)
-            regions = due(catalog.regions, self.every)
+            regions = regions_to_merge(catalog.regions, self.every)
             if regions:
                 compact(self.run, catalog, regions)
         except (UserError, OSError, pa.ArrowException) as error:

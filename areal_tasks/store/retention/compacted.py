@@ -16,7 +16,7 @@ _NAME: Final = re.compile(r"(\d{6,})-(\d{6,})-(\d{3,})-[0-9a-f]+\.json")  # of a
 
 
 @dataclass(frozen=True)
-class Named:
+class CompactionName:
     """A compaction as the name of its record describes it."""
 
     path: str
@@ -25,10 +25,10 @@ class Named:
     generation: int
 
 
-def listed(store: Store, run: str) -> list[Named]:
+def list_compactions(store: Store, run: str) -> list[CompactionName]:
     """The compactions in the run's folder. If the listing lacks some, queries only take longer."""
     matches = (_NAME.fullmatch(name) for name in store.children(paths.compactions(run)))
-    return [Named(f"{paths.compactions(run)}/{m[0]}", int(m[1]), int(m[2]), int(m[3])) for m in matches if m]
+    return [CompactionName(f"{paths.compactions(run)}/{m[0]}", int(m[1]), int(m[2]), int(m[3])) for m in matches if m]
 
 
 def valid_compactions(run: Run) -> list[Compaction]:
@@ -44,14 +44,14 @@ def valid_compactions(run: Run) -> list[Compaction]:
     return found
 
 
-def _candidates(run: Run) -> list[Named]:
+def _candidates(run: Run) -> list[CompactionName]:
     """Compactions of this run and its parents, by first iteration, the longest first, then the newest."""
-    own = listed(run.store, run.name)
+    own = list_compactions(run.store, run.name)
     inherited = [c for c in _candidates(run.parent) if c.stop <= run.first] if run.parent else []
     return sorted([*own, *inherited], key=lambda c: (c.first, -c.stop, c not in own, -c.generation))
 
 
-def _valid(run: Run, name: Named) -> Compaction | None:
+def _valid(run: Run, name: CompactionName) -> Compaction | None:
     """The record, if its seal holds and its last commit is this run's; else None."""
     try:
         record = read_record(run.store, name.path, Compaction)

@@ -14,8 +14,8 @@ from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.inventory import Entry
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import attempts_of
-from areal_tasks.store.retention.compacted import listed, valid_compactions
-from areal_tasks.store.retention.gc_live import RunFiles, Version, needed, read_runs, selected
+from areal_tasks.store.retention.compacted import list_compactions, valid_compactions
+from areal_tasks.store.retention.gc_live import RunFiles, Version, needed_weights, read_all_run_files, selected_weights
 from areal_tasks.store.runs import no_run
 from schemas.compaction import Compaction
 from schemas.errors import UserError
@@ -26,8 +26,8 @@ _COMPACT_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What may be removed besides files that no commit selects.
+class RetentionRule:
+    """Which weights and checkpoints may be removed, besides files that no commit selects.
 
     Args:
         keep_weights: number of newest versions of a run's weights that stay; None: all.
@@ -49,8 +49,8 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Item:
-    """Files to remove together. `version` is set if a retention rule allows it, and then a tombstone is left."""
+class Removal:
+    """Files to remove together. `version` is set if a retention rule allows it; then a tombstone is written."""
 
     run: str
     kind: str
@@ -61,27 +61,27 @@ class Item:
     version: Version | None = None
 
 
-def plan(store: Store, rule: Rule, only: str = "") -> list[Item]:
+def plan_removals(store: Store, rule: RetentionRule, only: str = "") -> list[Removal]:
     """What `rule` allows to remove in the store, or in the run `only`; all runs are read to find what they need.
 
     Raises:
         UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
-    runs = read_runs(store)
+    runs = read_all_run_files(store)
     if only and only not in runs:
         raise no_run(store, only)
-    named = selected(runs.values())
+    named = selected_weights(runs.values())
     return [item for name in runs if only in ("", name) for item in _of_run(runs[name], runs.values(), named, rule)]
 
 
-def _of_run(run: RunFiles, runs: Collection[RunFiles], named: set[str], rule: Rule) -> Iterator[Item]:
+def _of_run(run: RunFiles, runs: Collection[RunFiles], named: set[str], rule: RetentionRule) -> Iterator[Removal]:
     groups = _attempts(run)
     yield from _unselected(run, groups, named, rule)
     yield from _spooled(run, groups, rule)
     yield from _temporary(run, groups, rule)
     yield from _compactions(run, groups, rule)
     if rule.keep_weights is not None or rule.keep_checkpoints is not None:
-        yield from _retired(run, groups, needed(run, runs), named, rule)
+        yield from _retired(run, groups, needed_weights(run, runs), named, rule)
 
 
 def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
@@ -95,22 +95,24 @@ def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
 
 def _item(
     run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: Version | None = None
-) -> Item:
-    return Item(run.name, kind, path, tuple(f.path for f in files), sum(f.bytes for f in files), why, version)
+) -> Removal:
+    return Removal(run.name, kind, path, tuple(f.path for f in files), sum(f.bytes for f in files), why, version)
 
 
-def _abandoned(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
+def _abandoned(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
     """Whether no process can still be writing files that nothing selects."""
     newest = max(entry.modified for entry in files)
     return _old(run, files, rule) and (newest < run.owner_since or not run.may_write)
 
 
-def _old(run: RunFiles, files: Sequence[Entry], rule: Rule) -> bool:
+def _old(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
     return run.now - max(entry.modified for entry in files) >= rule.older_than
 
 
-def _unselected(run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: Rule) -> Iterator[Item]:
-    """Attempts left behind by a crash, or by a writer that lost a race."""
+def _unselected(
+    run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: RetentionRule
+) -> Iterator[Removal]:
+    """Attempts of processes that crashed, and of writers whose record was not the first."""
     used = _used_by_stages(run, groups)
     versions = {version.folder: version for version in run.versions}
     late = any(not commit.weights.written for commit in run.commits[-1:])  # the next commit may name its weights
@@ -155,7 +157,7 @@ def named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
     return {folder for path in shown for folder in attempts_of(path, read_record(store, path, StageManifest))}
 
 
-def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
+def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
     """Rows of groups that no later iteration can take, and attempts that no record names. Records stay."""
     starts = _by_folder(folder for folder in groups if folder.startswith(f"{paths.spool(run.name)}/"))
     settled = settled_after(run.commits[-1] if run.commits else None)
@@ -178,7 +180,7 @@ def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
     return {folder: record for path, record in named for folder in attempts_of(path, record)}
 
 
-def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
+def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
     """Partial files whose writer died. Hidden files within an attempt are removed with it."""
     inside = {entry.path for files in groups.values() for entry in files}
     for entry in run.files:
@@ -187,11 +189,11 @@ def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Ite
             yield _item(run, "temporary", entry.path, [entry], "it was never finished")
 
 
-def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> Iterator[Item]:
+def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
     """Compactions that larger or newer ones have replaced, or that are not valid."""
     kept = {paths.compact_attempt(run.name, record.attempt) for record in valid_compactions(run.run)}
     found = {folder: files for folder, files in groups.items() if folder.startswith(f"{paths.compactions(run.name)}/")}
-    for path in (name.path for name in listed(run.store, run.name) if name.path in run.by_path):
+    for path in (name.path for name in list_compactions(run.store, run.name) if name.path in run.by_path):
         folder = paths.compact_attempt(run.name, read_record(run.store, path, Compaction).attempt)
         # the manifest goes first: audit reads what it names
         found[folder] = [run.by_path[path], *found.get(folder, ())]
@@ -202,8 +204,8 @@ def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: Rule) -> I
 
 
 def _retired(
-    run: RunFiles, groups: dict[str, list[Entry]], kept: set[str], named: set[str], rule: Rule
-) -> Iterator[Item]:
+    run: RunFiles, groups: dict[str, list[Entry]], kept: set[str], named: set[str], rule: RetentionRule
+) -> Iterator[Removal]:
     """Versions that commits select, and that are older than the newest ones to keep."""
     for kind in ("weights", "checkpoint"):
         keep = rule.keeps(kind)

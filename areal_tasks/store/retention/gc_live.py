@@ -11,16 +11,16 @@ from typing import Final
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import find_record, read_record
-from areal_tasks.store.evaluations import evaluating
-from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.objects.inventory import Entry, clock, entries
+from areal_tasks.store.evaluations import pending_evaluation
+from areal_tasks.store.history.journal import end_of_start
+from areal_tasks.store.objects.inventory import Entry, entries, store_time
 from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
 from areal_tasks.store.runs import Run, load_run, run_names
 from areal_tasks.store.search import last_present
 from areal_tasks.store.weights import read_tags
-from schemas.manifest import ENDINGS, IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
+from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
 
-#: A reference is left before its child begins: for this long, it counts although the child does not exist yet.
+#: A reference is written before its child is created: for this long, it counts although the child does not exist.
 REFERENCE_SECONDS: Final = 3600.0
 #: A run that has written nothing for this long is not running, whatever its log says.
 IDLE_SECONDS: Final = 7 * 24 * 3600.0
@@ -79,8 +79,7 @@ class RunFiles:
     @cached_property
     def ended(self) -> bool:
         """Whether the log says that the last start of the flow has ended. A start that is killed logs nothing."""
-        lines = read_log(self.store, self.name)
-        return any(line.action in ENDINGS and line.details.get("owner") == self.owner for line in lines)
+        return end_of_start(self.store, self.name, self.owner) is not None
 
     @cached_property
     def may_write(self) -> bool:
@@ -125,23 +124,23 @@ class RunFiles:
         return live_references(self.store, self.name, self.now)
 
 
-def read_run(store: Store, name: str, now: float) -> RunFiles:
+def read_run_files(store: Store, name: str, now: float) -> RunFiles:
     """The run `name` with all files in its folder."""
     return RunFiles(load_run(store, name), tuple(entries(store, name)), now)
 
 
-def read_runs(store: Store) -> dict[str, RunFiles]:
+def read_all_run_files(store: Store) -> dict[str, RunFiles]:
     """All runs of the store, by name."""
-    now = clock(store)
-    return {name: read_run(store, name, now) for name in run_names(store)}
+    now = store_time(store)
+    return {name: read_run_files(store, name, now) for name in run_names(store)}
 
 
-def selected(runs: Iterable[RunFiles]) -> set[str]:
+def selected_weights(runs: Iterable[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints that any commit, or any stage `initialise`, names."""
     return {path for run in runs for path in (*reachable(run.commits, WeightsRef), *run.initial)}
 
 
-def needed(run: RunFiles, runs: Collection[RunFiles]) -> set[str]:
+def needed_weights(run: RunFiles, runs: Collection[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints of `run` that no retention rule may touch.
 
     They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged. A
@@ -158,25 +157,22 @@ def needed(run: RunFiles, runs: Collection[RunFiles]) -> set[str]:
 
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
-    """What a start after the last of `commits` loads: its checkpoint, and the newest weights that were written.
-
-    Also the weights that it has to evaluate.
-    """
+    """The weights and the checkpoint that a start after the last of `commits` loads, and those it has to evaluate."""
     made = [ref for commit in commits for ref in (commit.published, commit.weights) if ref is not None and ref.written]
     last = [ref for commit in commits[-1:] for ref in commit.stored]
     return {ref.path for ref in (*made[-1:], *last, *_evaluating(commits))}
 
 
 def _evaluating(commits: Sequence[IterationCommit]) -> list[WeightsRef]:
-    """The stored weights whose evaluation was under way at the last of `commits`."""
-    if not commits or (k := evaluating(commits[-1])) is None:
+    """The stored weights whose evaluation had not ended at the last of `commits`."""
+    if not commits or (k := pending_evaluation(commits[-1])) is None:
         return []
     around = [commit for commit in commits if commit.iteration in (k - 1, k)]
     return [ref for commit in around for ref in commit.stored if ref.version == k]
 
 
 def _referred(run: RunFiles, reference: Reference) -> set[str]:
-    """What a child needs: a fork, a start at its iteration; a replay, all of the history before that."""
+    """What a child needs: a fork, what a start at its iteration loads; a replay, the whole history before that."""
     shared = run.commits[: reference.iteration]
     if reference.kind == "fork":
         return _restart(shared)

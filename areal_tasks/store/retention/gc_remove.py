@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.history.journal import append
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries, remove, remove_folders
 from areal_tasks.store.opening import check_name
 from areal_tasks.store.reachable import attempts_of
-from areal_tasks.store.retention.gc import Item, named_attempts
-from areal_tasks.store.retention.gc_live import borrowers, needed, read_runs
+from areal_tasks.store.retention.gc import Removal, named_attempts
+from areal_tasks.store.retention.gc_live import borrowers, needed_weights, read_all_run_files
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
 from areal_tasks.store.runs import no_run
 from areal_tasks.store.spool import read_start
 from schemas.errors import UserError
 
 
-def execute(store: Store, items: Sequence[Item]) -> list[Item]:
-    """Remove the items of `plan`, run by run; returns those removed. Items that are needed by now stay."""
-    removed: list[Item] = []
+def remove_planned(store: Store, items: Sequence[Removal]) -> list[Removal]:
+    """Remove the items of `plan_removals`, run by run; returns those removed. Items that are needed meanwhile stay."""
+    removed: list[Removal] = []
     for run in dict.fromkeys(item.run for item in items):
         mine = [item for item in items if item.run == run]
         gone = [*_retire(store, run, mine), *_clear(store, [item for item in mine if not item.version])]
@@ -30,7 +30,7 @@ def execute(store: Store, items: Sequence[Item]) -> list[Item]:
     return removed
 
 
-def _retire(store: Store, run: str, items: Sequence[Item]) -> list[Item]:
+def _retire(store: Store, run: str, items: Sequence[Removal]) -> list[Removal]:
     """Remove weights and checkpoints: tombstones first, then a second check of what is needed."""
     retired = [(item, item.version) for item in items if item.version is not None]
     for item, version in retired:
@@ -45,11 +45,11 @@ def _retire(store: Store, run: str, items: Sequence[Item]) -> list[Item]:
 
 
 def _needed_now(store: Store, name: str) -> set[str]:
-    runs = read_runs(store)
-    return needed(runs[name], runs.values())
+    runs = read_all_run_files(store)
+    return needed_weights(runs[name], runs.values())
 
 
-def _clear(store: Store, items: Sequence[Item]) -> list[Item]:
+def _clear(store: Store, items: Sequence[Removal]) -> list[Removal]:
     """Remove items that nothing selected when they were found, and nothing selects now."""
     gone = []
     for item in items:
@@ -59,7 +59,7 @@ def _clear(store: Store, items: Sequence[Item]) -> list[Item]:
     return gone
 
 
-def _selected_since(store: Store, item: Item) -> bool:
+def _selected_since(store: Store, item: Removal) -> bool:
     """Whether a writer that seemed dead has committed the attempt after all."""
     folder = item.path.rsplit("/", 1)[0]
     if "/stage=" in folder:
@@ -72,20 +72,20 @@ def _selected_since(store: Store, item: Item) -> bool:
     return manifest not in item.files and store.exists(manifest)
 
 
-def _log_removal(store: Store, run: str, gone: Sequence[Item]) -> None:
+def _log_removal(store: Store, run: str, gone: Sequence[Removal]) -> None:
     """Write one log line per kind of removed item."""
     for kind in dict.fromkeys(item.kind for item in gone):
         some = [item for item in gone if item.kind == kind]
         versions = " ".join(str(item.version.version) for item in some if item.version)
         details: dict[str, bool | int | float | str] = {"what": kind, "count": len(some)}
         details |= {"bytes": sum(item.bytes for item in some), "why": some[0].why}
-        append(store, run, "removed", details | ({"versions": versions} if versions else {}))
+        append_log(store, run, "removed", details | ({"versions": versions} if versions else {}))
 
 
 # ── a whole run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def whole_run(store: Store, name: str, older_than: float) -> Item:
+def plan_run_removal(store: Store, name: str, older_than: float) -> Removal:
     """All files of a run, if nothing needs them.
 
     Raises:
@@ -99,25 +99,27 @@ def whole_run(store: Store, name: str, older_than: float) -> Item:
     why = "its removal was interrupted" if begun else "it was named with --remove"
     first = [e for e in files if e.path == paths.run_record(name)]  # so that the rest is not taken for a run
     ordered = [*first, *(e for e in files if e not in first)]
-    return Item(name, "run", name, tuple(e.path for e in ordered), sum(e.bytes for e in files), why)
+    return Removal(name, "run", name, tuple(e.path for e in ordered), sum(e.bytes for e in files), why)
 
 
-def remove_run(store: Store, item: Item, older_than: float) -> None:
+def remove_run(store: Store, item: Removal, older_than: float) -> None:
     """Remove a run. Its tombstone and its log stay.
 
     Raises:
         UserError: it is needed by now; nothing is removed then.
     """
     path = paths.run_tombstone(item.run)
-    interrupted = store.exists(path)
+    interrupted_removals = store.exists(path)
     write_tombstone(store, path, "run", item.run, item.bytes, item.why)
-    if not interrupted:
+    if not interrupted_removals:
         try:
             _check_unused(store, item.run, older_than)
         except UserError:
             remove(store, [path])
             raise
-    append(store, item.run, "removed", {"what": "run", "files": len(item.files), "bytes": item.bytes, "why": item.why})
+    append_log(
+        store, item.run, "removed", {"what": "run", "files": len(item.files), "bytes": item.bytes, "why": item.why}
+    )
     remove(store, item.files[:1])
     remove(store, [e.path for e in entries(store, item.run) if not _stays(item.run, e.path)])
     remove_folders(store, item.run)
@@ -128,7 +130,7 @@ def _stays(name: str, path: str) -> bool:
 
 
 def _check_unused(store: Store, name: str, older_than: float) -> None:
-    runs = read_runs(store)
+    runs = read_all_run_files(store)
     if name not in runs:
         raise no_run(store, name)
     run = runs[name]
@@ -143,8 +145,8 @@ def _check_unused(store: Store, name: str, older_than: float) -> None:
         )
 
 
-def interrupted(store: Store) -> list[str]:
-    """Runs whose removal was begun and not finished."""
+def interrupted_removals(store: Store) -> list[str]:
+    """The runs whose removal was interrupted."""
     found = []
     for name in store.children(""):
         try:

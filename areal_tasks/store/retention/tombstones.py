@@ -1,7 +1,7 @@
 """Tombstones: records of what was removed on purpose, written before the removal.
 
-`gc` leaves a tombstone and then looks for references; a child leaves a reference and then looks for tombstones. The
-second of them sees the other's record, so that files to which a child refers are never removed.
+`gc` writes a tombstone and then reads references; a child writes a reference and then reads tombstones. The later of
+the two sees the other's record, so that files to which a child refers are never removed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
-from areal_tasks.store.history.journal import user
+from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
 from schemas.manifest import Tombstone, WeightsRef
@@ -25,7 +25,7 @@ def write_tombstone(
         version=version,
         bytes=size,
         attempt=new_attempt(),
-        user=user(),
+        user=current_user(),
         reason=reason,
         provenance=make_provenance(0, now()),
     )

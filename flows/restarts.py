@@ -2,7 +2,7 @@
 
 A restart has new services and a new owner, and reuses what is committed. A store that is unreachable at the flow run's
 first request is more likely a mistake, and reported immediately. A start whose iteration an earlier start has committed
-(`Behind`) is restarted in the same way.
+(`HeadMoved`) is restarted in the same way.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from prefect.runtime import flow_run
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
-from areal_tasks.store.runs import Behind
+from areal_tasks.store.runs import HeadMoved
 
 T = TypeVar("T")
 
-AWAY: Final = (Unavailable, TrainerDown, ServerDown, Behind)
+RESTARTED_AFTER: Final = (Unavailable, TrainerDown, ServerDown, HeadMoved)
 #: How long a flow retries without committing an iteration.
 WAIT_SECONDS: Final = 600.0
 LONGEST_PAUSE_SECONDS: Final = 15.0
 
 
-class Patience:
-    """Counts failures since the last progress. `known`: the store is known to exist, so that retries make sense."""
+class RestartBudget:
+    """Counts failures since the last progress. `known`: the store has answered before, so that retries make sense."""
 
     def __init__(self, known: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.known = known
@@ -49,13 +49,13 @@ class Patience:
         return min(LONGEST_PAUSE_SECONDS, 2.0 ** (self.failures - 1))
 
 
-def patiently(work: Callable[[Patience], T]) -> T:
+def with_restarts(work: Callable[[RestartBudget], T]) -> T:
     """Call `work`, retrying while it raises an error of AWAY; returns what it returns, raises its other errors."""
-    patience = Patience(known=flow_run.get_run_count() > 1)
+    budget = RestartBudget(known=flow_run.get_run_count() > 1)
     while True:
         try:
-            return work(patience)
-        except AWAY as error:
-            seconds = patience.pause(error)
+            return work(budget)
+        except RESTARTED_AFTER as error:
+            seconds = budget.pause(error)
             get_run_logger().warning("%s Trying again in %g s.", error, seconds)
             time.sleep(seconds)

@@ -24,7 +24,7 @@ class Operation:
 
 
 class Ledger:
-    """The operations in flight, of all threads, and how many have ended. `clock` gives seconds."""
+    """A list of the operations in flight, of all threads, and the number of those that ended. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -45,7 +45,7 @@ class Ledger:
             with self._lock:
                 self.ended += 1
 
-    def under_way(self) -> list[Operation]:
+    def in_flight(self) -> list[Operation]:
         """The operations that have not been answered, the oldest first."""
         with self._lock:
             return sorted(self._open.copy().values(), key=lambda entry: entry.since)
