@@ -13,6 +13,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import session
 from areal_tasks.engines.handover import choose_transport, sending_ranks
+from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerClient
@@ -109,11 +110,16 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
+        specs: dict[str, ServiceSpec] = {}
+        monkeypatch.setattr(engines.supervisor, "start", lambda _, spec, *__, **___: specs.update({spec.name: spec}))
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
         engines.begin()
         engines.start(nothing, nothing, nothing)
         assert (engines.servers.transport, engines.servers.store_only) == (transport, transport == "store")
+        trainer = specs["trainer"]
+        shared = {trainer.gpus[rank] for rank in trainer.sending}
+        servers = {gpu for name, spec in specs.items() if name.startswith("inference") for gpu in spec.gpus}
+        assert shared == (servers if transport == "tensor" else set())
 
 
 class Stopped(Exception):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 from waiting import LIMIT
 
@@ -56,3 +58,28 @@ def test_weights_that_are_kept_are_published_while_it_trains(world: World, held:
             assert refused.status_code == 409 and "version 0 was expected" in refused.text
 
     asyncio.run(scene())
+
+
+def test_no_rank_changes_its_copy_before_the_first_has_the_lock(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may still read the copy of another rank, which does not wait for the first as it gathers weights.
+
+    Each exchange of the ranks is a meeting: none goes on before all are there.
+    """
+    world.recipe = rlhf_recipe()
+    trainer = Trainer(world.spec().model_copy(update={"sending": (0,)}))
+    trainer.load(Load(owner=1, version=0, weights=world.initial))
+    trainer.keep(Keep(owner=1, version=0))
+    table = rollout([9, 4, 13, 6])
+    trainer.train(world.train_command(0, {"rollout": table, "advantage": advantage(table)}))
+    name, first = next(iter(trainer.snapshot.tensors.items()))
+    before, met = first.clone(), list[tuple[bool, bool, bool]]()
+
+    def meet(mine: str) -> list[str]:
+        with ThreadPoolExecutor(1) as other:
+            free = other.submit(trainer.snapshot.lock.acquire, blocking=False).result()
+        met.append((free, torch.equal(trainer.snapshot.tensors[name], before), bool(mine)))
+        return [mine]
+
+    monkeypatch.setattr(trainer.group, "from_ranks_here", meet)
+    trainer.keep(Keep(owner=1, version=1))
+    assert met == [(False, True, False), (False, False, True)]

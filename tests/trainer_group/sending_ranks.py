@@ -62,7 +62,8 @@ async def play(client: httpx.AsyncClient, script: dict[str, Any]) -> dict[str, A
     assert not training.done()
     go_on.set()
     await training
-    httpx.post(f"{urls[1]}/fail", json={"how": "500"}, headers={"Authorization": f"Bearer {script['token']}"})
+    access = {"Authorization": f"Bearer {script['token']}"}
+    httpx.post(f"{urls[1]}/fail", json={"how": "500"}, headers=access, timeout=LIMIT).raise_for_status()
     found["2"] = await send(2)
     return found
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import recipe
 from safetensors.torch import load_file
-from trainer_builders import World, advantage, rollout
+from trainer_builders import World, advantage, rlhf_recipe, rollout
 from waiting import LIMIT
 from warm_processes import Popen
 
@@ -66,7 +65,7 @@ def test_each_server_gets_the_weights_of_the_rank_on_its_gpu(
     """While all ranks are free (η = 0), while they train on (η > 0), and while the server of one rank fails."""
     if trainer["backend"] == "deepspeed":
         pytest.importorskip("deepspeed")
-    world.recipe = recipe(ranks=2, **trainer)
+    world.recipe = rlhf_recipe(trainer={"threads": 1, "ranks": 2, **trainer})
     prefixes = [world.folder("weights", version, new_attempt()) for version in range(3)]
     answers, makers = _played(
         tmp_path,
