@@ -25,10 +25,9 @@ from benchmarks.bare_loop import machine
 TIMES: Final = 3
 
 
-def groups(ranks: int) -> list[Group]:
-    """The ranks of a trainer, each with a connection of its own."""
-    served = serve_store("127.0.0.1", 0, ranks)
-    at = ("127.0.0.1", served.port, ranks, False)
+def groups(ranks: int, port: int) -> list[Group]:
+    """The ranks of a trainer, each with a connection of its own to the store at this port."""
+    at = ("127.0.0.1", port, ranks, False)
     stores = [dist.TCPStore(*at, wait_for_workers=False) for _ in range(ranks)]
     return [Group(rank, ranks, dist.PrefixStore("group", store)) for rank, store in enumerate(stores)]
 
@@ -45,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(machine(), "load", os.getloadavg()[0])
     print("| ranks | s each time | CPU s |\n| --- | --- | --- |")
     for ranks in options.ranks:
-        made = groups(ranks)
+        served = serve_store("127.0.0.1", 0, ranks)
+        made = groups(ranks, served.port)
         with ThreadPoolExecutor(ranks) as pool:
             begun, cpu = time.perf_counter(), time.process_time()
             list(pool.map(agree, made))

@@ -113,19 +113,28 @@ class Group:
             log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
     @property
+    def leaders(self) -> range:
+        """The first rank of each machine."""
+        return range(0, self.world, self._local_world)
+
+    @property
+    def machine(self) -> int:
+        """The number of this rank's machine."""
+        return self.rank // self._local_world
+
+    @property
     def leads_its_machine(self) -> bool:
         """Whether this is the first rank of its machine."""
-        return self.rank % self._local_world == 0
+        return self.rank in self.leaders
 
     def from_first_here(self, work: Callable[[], str]) -> str:
         """Run `work` on the first rank of each machine; all ranks there return its text, or raise its UserError."""
         if self.store is None:
             return work()
         self._shared += 1
-        machine = self.rank // self._local_world
         if self.leads_its_machine:
-            self._post(self._shared_by(machine), json.dumps(_attempt(work)))
-        return self._text_of(machine)
+            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+        return self._text_of(self.machine)
 
     def from_ranks_here(self, mine: str) -> list[str]:
         """The texts of all ranks of this machine, of which this one's is `mine`."""
@@ -142,8 +151,8 @@ class Group:
             return [work()]
         self._shared += 1
         if self.leads_its_machine:
-            self._post(self._shared_by(self.rank // self._local_world), json.dumps(_attempt(work)))
-        return self._texts_of(range(self.world // self._local_world))
+            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+        return self._texts_of(range(len(self.leaders)))
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; returns this rank's result once all have one, or raises the first UserError."""
