@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,16 +63,15 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
 def read_files(name: str, files: Sequence[Path], columns: Sequence[str], ids: pa.Array | None = None) -> pa.Table:
     """`columns` of the table `name` in verified `files` on this disk; only rows with these `sample_id`s, if given.
 
-    One row group of a file at a time, so that memory holds little besides the result; several files in threads. Each
-    page's checksum is verified again.
+    One row group at a time, so that memory holds little besides the result. Each page's checksum is verified again.
 
     Raises:
         UserError: a file has been damaged since it was verified.
     """
     schema = TABLES[name]
     wanted = pa.schema([schema.field(column) for column in columns])
-    parts = parallel(lambda file: [part.cast(wanted) for part in _row_groups(file, columns, ids)], files)
-    return pa.concat_tables([wanted.empty_table(), *chain.from_iterable(parts)])
+    parts = [part.cast(wanted) for file in files for part in _row_groups(file, columns, ids)]
+    return pa.concat_tables([wanted.empty_table(), *parts])
 
 
 def _row_groups(path: Path, columns: Sequence[str], ids: pa.Array | None) -> Iterator[pa.Table]:
