@@ -5,12 +5,12 @@
 The flow's seconds are those of `control_plane`, whose load this is. What a task run costs Prefect's server, and a
 request an S3 server (SeaweedFS), is measured against real servers, one request after the other, as processor seconds of
 their processes; then multiplied. Requests of the flow are counted in an asynchronous quickstart; those for tables
-follow from the load: a machine of 8 GPUs that trains fetches the rollout twice (stages proximal and train) and the
-other tables once.
+follow from the load: the machines that train fetch each file once among them, and pass it on.
 
 Added to the critical path, at most: all of the flow's requests and task runs one after the other, though most are made
-while the iteration before trains. Besides, all training machines fetch tables at the same time before they train: the
-last column is the rate at which the store has to give them so that this adds 2 % as well. Weights are not counted:
+while the iteration before trains. Besides, all training machines wait for tables before they train: the last column is
+the rate at which the store has to give them, and each machine to receive them, so that this adds 2 % as well; what
+the ranks say to each other (`control_plane_ranks`) and decode (`rows_of_ranks`) comes on top. Weights are not counted:
 they go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other work may share
 the cores.
 """
@@ -36,9 +36,10 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.shards import MAX_ROWS
 from benchmarks.bare_loop import machine
-from benchmarks.control_plane import GPUS_PER_WORKER, Cost, run, trained_tokens
+from benchmarks.control_plane import Cost, run, trained_tokens
 from benchmarks.overhead import prefect_server
 from benchmarks.simulate import Load
 from benchmarks.simulate_scale import GROUPS_PER_GPU
@@ -90,7 +91,7 @@ class Asked:
     requests: float
     put_bytes: float
     fetched_bytes: float
-    at_once: float  # bytes of these that all training machines fetch before they train
+    at_once: float  # bytes of these that the training machines fetch before they train
 
 
 def cost(do: Callable[[int], object], times: int = TIMES, settle: float = 0.0) -> Unit:
@@ -148,29 +149,26 @@ def store_units(store: Store, folder: Path) -> StoreUnits:
 def rollout_reads() -> Iterator[list[str]]:
     """The shards of the table `rollout` that this process reads."""
     found: list[str] = []
-    original = Store.read
+    original = LocalBackend.read
 
-    def read(store: Store, path: str) -> bytes:
+    def read(store: LocalBackend, path: str) -> bytes:
         if "/stage=rollout/attempt=" in path:
             found.append(path)
         return original(store, path)
 
-    with patch.object(Store, "read", read):
+    with patch.object(LocalBackend, "read", read):
         yield found
 
 
 def asked(gpus: int, parts: int, counted: Counted) -> Asked:
     """What an iteration asks whose rollout has so many parts."""
     load = Load(groups=GROUPS_PER_GPU * gpus)
-    tokens, machines = trained_tokens(load), gpus / 2 / GPUS_PER_WORKER
+    tokens = trained_tokens(load)
     shards = -(-load.groups * load.group_size // MAX_ROWS)  # of verify, advantage, proximal, train_samples, scalars
     rollout, others = tokens * ROLLOUT_BYTES, 2 * tokens * COLUMN_BYTES  # advantages and proximal logprobs
-    at_once = machines * (2 * rollout + others)
+    at_once = rollout + others
     return Asked(
-        requests=counted.requests
-        + (parts - 1) * (1 + counted.reads)
-        + 5 * (shards - 1)
-        + machines * 2 * (parts + shards),
+        requests=counted.requests + (parts - 1) * (1 + counted.reads) + 5 * (shards - 1) + parts + 2 * shards,
         put_bytes=rollout + others,
         fetched_bytes=counted.reads * rollout + at_once,
         at_once=at_once,

@@ -31,6 +31,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rollout.spooling import Writer
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import write_table
@@ -165,9 +166,9 @@ def per_iteration(folder: Path) -> tuple[float, float]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts the requests to any store, while inside."""
+    """Counts the requests to stores on this disk, while inside."""
     count: Counter[str] = Counter()
-    originals: Mapping[str, Any] = {name: getattr(Store, name) for name in REQUESTS}
+    originals: Mapping[str, Any] = {name: getattr(LocalBackend, name) for name in REQUESTS}
 
     def counting(name: str) -> Callable[..., Any]:
         def request(*args: Any, **options: Any) -> Any:
@@ -177,12 +178,12 @@ def counted() -> Iterator[Counter[str]]:
         return request
 
     for name in REQUESTS:
-        setattr(Store, name, counting(name))
+        setattr(LocalBackend, name, counting(name))
     try:
         yield count
     finally:
         for name, original in originals.items():
-            setattr(Store, name, original)
+            setattr(LocalBackend, name, original)
 
 
 if __name__ == "__main__":

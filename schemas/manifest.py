@@ -232,7 +232,7 @@ class Change(Record):
 
 
 class ChangeRecord(StoredRecord):
-    """`changes/<n>.json`: a requested change of a run in progress. Its flow applies it by a segment that contains it."""
+    """`changes/<n>.json`: a requested change of a run in progress. A segment that contains it applies it."""
 
     attempt: str
     change: Change

@@ -33,7 +33,9 @@ def rlhf(world: World) -> World:
 
 def planned(trainer: Trainer, command: Train, rank: int, world: int) -> tuple[Plan, Batch]:
     """What this rank among so many plans and reads."""
-    return plan_and_batch(command, trainer.settings, trainer._files(command.tables), rank, world)
+    return plan_and_batch(
+        command, trainer.settings, trainer.tables.files(trainer.store, command.tables, False), rank, world
+    )
 
 
 def grpo(world: World, table: pa.Table) -> Train:
@@ -77,7 +79,7 @@ def test_a_rank_reads_tokens_of_its_own_samples_only(rlhf: World, reads: list[Re
 def test_a_rank_that_scores_reads_its_own_samples_only(rlhf: World, reads: list[Read], ranks: int) -> None:
     """All of them together hold each token once, where it is in the whole rollout."""
     trainer, table = rlhf.trainer(), rollout(LENGTHS)
-    files = trainer._files({"rollout": rlhf.write("rollout", table)})
+    files = trainer.tables.files(trainer.store, {"rollout": rlhf.write("rollout", table)}, keeps=False)
     flat = torch.tensor(table["input_ids"].combine_chunks().flatten().to_numpy())
     micro = micro_batches(torch.tensor(LENGTHS), trainer.settings.trainer.micro_batch_tokens, "padded", ranks)
     places = []

@@ -345,6 +345,13 @@ def test_a_machine_fetches_what_its_ranks_restore_of_a_checkpoint(
     assert _distance(restored, _weights(world, answers[name]["trained"])) == 0
 
 
+@pytest.mark.parametrize("name", _marked(APART))
+def test_two_machines_fetch_each_table_once_and_pass_it_on(name: str, answers: dict[str, Any]) -> None:
+    apart = answers[name]["apart"]
+    assert sorted(apart["tables"]) == [["advantage-00000.parquet"], ["rollout-00000.parquet"]]
+    assert apart["sixth"]["loss"] == answers[name]["sixth"]["loss"]
+
+
 @pytest.mark.parametrize("name", [*NAMES, *LOCAL])
 def test_a_step_that_is_not_finite_changes_no_weight(
     name: str, world: World, alone: dict[str, Any], answers: dict[str, Any]

@@ -134,6 +134,54 @@ def test_what_rank_0_finds_is_found_by_all() -> None:
     assert str(error) == "it is damaged"
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_error_of_one_machine_reaches_every_rank(failing: int) -> None:
+    """Also that of rank 0, which collects what the others say."""
+    store = HashStore()
+    groups = [Group(rank, 4, store, local_world=2) for rank in range(4)]
+
+    def work(group: Group) -> None:
+        text = f"from {group.rank}"
+        with pytest.raises(UserError, match="its disk is full"):
+            group.from_machines(_raises(UserError("its disk is full")) if group.rank == failing else lambda: text)
+        with pytest.raises(UserError, match="it cannot read"):
+            group.together(_raises(UserError("it cannot read")) if group.rank == failing + 1 else lambda: text)
+        assert group.from_machines(lambda: text) == ["from 0", "from 2"]
+
+    assert _command(groups, [lambda g=g: work(g) for g in groups]) == [None] * 4
+
+
+class Counting(HashStore):
+    """A store that counts the keys that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def get(self, key: str) -> bytes:
+        self.asked += 1
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked += len(keys)
+        return super().multi_get(keys)
+
+    def wait(self, keys: list[str], *limit: Any) -> None:
+        self.asked += len(keys)
+        super().wait(keys, *limit)
+
+
+def test_what_the_store_is_asked_for_grows_like_the_number_of_ranks() -> None:
+    def asked(ranks: int) -> int:
+        store = Counting()
+        groups = [Group(rank, ranks, store, local_world=1) for rank in range(ranks)]
+        _command(groups, [lambda g=g: (g.together(int), g.from_machines(str)) for g in groups])
+        return store.asked
+
+    few, more, many = (asked(ranks) for ranks in (2, 4, 8))
+    assert 0 < more - few == (many - more) // 2
+
+
 def test_keys_of_past_commands_are_dropped() -> None:
     groups, store = _groups()
     counts = []

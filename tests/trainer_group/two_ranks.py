@@ -128,7 +128,7 @@ class FarAway:
 
 
 def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef) -> Named:
-    """Each rank on a machine of its own: the files of the checkpoint that each fetches, and the weights."""
+    """Each rank on a machine of its own: the files of the checkpoint that each fetches, the weights, and a step."""
     assert group.store is not None
     alone = Group(group.rank, group.world, dist.PrefixStore("apart", group.store), local_world=1)
     player = Player(script, f"{name}-apart", script["backends"][name], alone)
@@ -137,7 +137,10 @@ def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef
     player.load(checkpoint)
     fetched: list[Any] = [None] * group.world
     dist.all_gather_object(fetched, [name for name in far.fetched if name.endswith((".distcp", ".metadata"))])
-    return {"fetched": fetched, "weights": player.publish("restored")}
+    weights, before = player.publish("restored"), len(far.fetched)
+    sixth, tables = player.train(STEPS), [None] * group.world
+    dist.all_gather_object(tables, far.fetched[before:])
+    return {"fetched": fetched, "weights": weights, "sixth": sixth, "tables": tables}
 
 
 def publish_twice(player: Player) -> list[str]:

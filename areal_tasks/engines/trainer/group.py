@@ -113,19 +113,28 @@ class Group:
             log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
     @property
+    def leaders(self) -> range:
+        """The first rank of each machine."""
+        return range(0, self.world, self._local_world)
+
+    @property
+    def machine(self) -> int:
+        """The number of this rank's machine."""
+        return self.rank // self._local_world
+
+    @property
     def leads_its_machine(self) -> bool:
         """Whether this is the first rank of its machine."""
-        return self.rank % self._local_world == 0
+        return self.rank in self.leaders
 
     def from_first_here(self, work: Callable[[], str]) -> str:
         """Run `work` on the first rank of each machine; all ranks there return its text, or raise its UserError."""
         if self.store is None:
             return work()
         self._shared += 1
-        machine = self.rank // self._local_world
         if self.leads_its_machine:
-            self._post(self._shared_by(machine), json.dumps(_attempt(work)))
-        return self._text_of(machine)
+            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+        return self._text_of(self.machine)
 
     def from_ranks_here(self, mine: str) -> list[str]:
         """The texts of all ranks of this machine, of which this one's is `mine`."""
@@ -138,9 +147,12 @@ class Group:
 
     def from_machines(self, work: Callable[[], str]) -> list[str]:
         """Run `work` on the first rank of each machine; every rank returns all texts, or raises the first UserError."""
-        mine = self.from_first_here(work)
-        machines = range(self.world // self._local_world)
-        return [mine] if self.store is None else [self._text_of(machine) for machine in machines]
+        if self.store is None:
+            return [work()]
+        self._shared += 1
+        if self.leads_its_machine:
+            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+        return self._texts_of(range(len(self.leaders)))
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; returns this rank's result once all have one, or raises the first UserError."""
@@ -149,8 +161,7 @@ class Group:
         made: list[T] = []
         self._shared += 1
         self._post(self._shared_by(f"rank-{self.rank}"), json.dumps(_attempt(lambda: _kept(made, work()))))
-        for rank in range(self.world):
-            self._text_of(f"rank-{rank}")
+        self._texts_of([f"rank-{rank}" for rank in range(self.world)])
         return made[0]
 
     def _shared_by(self, machine: int | str) -> str:
@@ -160,10 +171,24 @@ class Group:
         assert self.store is not None
         key = self._shared_by(machine)
         self.store.wait([key], _FOREVER)
-        found: dict[str, str] = json.loads(self.store.get(key))
-        if "error" in found:
-            raise UserError(found["error"])
-        return found["text"]
+        return _text(self.store.get(key).decode())
+
+    def _texts_of(self, names: Sequence[int | str]) -> list[str]:
+        """On every rank: the texts under all of these names, or the first UserError."""
+        return [_text(found) for found in self._gathered([*map(self._shared_by, names)], self._shared_by("all"))]
+
+    def _gathered(self, keys: list[str], into: str, timeout: timedelta = _FOREVER) -> list[str]:
+        """On every rank: the values of `keys`, once all are there. Rank 0 reads them for all, and posts them as `into`.
+
+        If each of n ranks read n keys, 256 would need 9 s for it (`benchmarks.control_plane_ranks`).
+        """
+        assert self.store is not None
+        if self.rank == 0:
+            self.store.wait(keys, timeout)
+            self._post(into, json.dumps([value.decode() for value in self.store.multi_get(keys)]))
+        self.store.wait([into], timeout)
+        found: list[str] = json.loads(self.store.get(into))
+        return found
 
     def failure_of(self, rank: int) -> Outcome | None:
         """The outcome that `rank` posted for the current command, if it failed."""
@@ -216,10 +241,10 @@ class Group:
         keys = [f"outcome/{self._command}/{rank}" for rank in range(self.world)]
         self._post(keys[self.rank], json.dumps(asdict(mine)))
         try:
-            self.store.wait(keys, self.grace if mine.error else _FOREVER)
+            texts = self._gathered(keys, f"outcomes/{self._command}", self.grace if mine.error else _FOREVER)
         except RuntimeError as error:  # torch's DistStoreError: this rank failed, and the others posted no outcome
             raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
-        found = [Outcome(**json.loads(self.store.get(key))) for key in keys]
+        found = [Outcome(**json.loads(text)) for text in texts]
         for key in self._stale:  # all ranks have ended this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return found
@@ -228,6 +253,14 @@ class Group:
 def _kept(made: list[T], result: T) -> str:
     made.append(result)
     return ""
+
+
+def _text(posted: str) -> str:
+    """What an `_attempt` gave, or its UserError."""
+    found: dict[str, str] = json.loads(posted)
+    if "error" in found:
+        raise UserError(found["error"])
+    return found["text"]
 
 
 def _attempt(work: Callable[[], str]) -> dict[str, str]:

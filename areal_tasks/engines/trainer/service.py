@@ -48,17 +48,18 @@ from areal_tasks.engines.trainer.learner import Learner, Work
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.ranks import end_group
-from areal_tasks.engines.trainer.reading import Files, passes_and_batch, plan_and_batch
+from areal_tasks.engines.trainer.reading import passes_and_batch, plan_and_batch
 from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, Scoring, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
+from areal_tasks.engines.trainer.tables import FetchedTables
 from areal_tasks.engines.trainer.transport import Sender, handles_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.in_flight import LEDGER
-from areal_tasks.store.objects.files import common_folder, local_file, materialise, read_weights, upload
+from areal_tasks.store.objects.files import common_folder, materialise, read_weights, upload
 from areal_tasks.store.objects.local import unusable
-from areal_tasks.store.parallel import concurrently, parallel
+from areal_tasks.store.parallel import concurrently
 from areal_tasks.store.shards import write_table
 from schemas.errors import UserError, listed
 from schemas.manifest import FileRef, TableRef, WeightsRef
@@ -105,6 +106,7 @@ class Trainer:
         self.work = Work()
         self._own_scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
         self.scratch = Path(self.group.from_first_here(lambda: self._own_scratch.name))  # one for a machine's ranks
+        self.tables = FetchedTables(self.group, self.scratch / "tables")
         self.weights: Path | None = None  # the folder last loaded; its tokenizer is published with new weights
         self.initial = spec.weights
         self.has_reference = False
@@ -164,7 +166,8 @@ class Trainer:
         else:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
-        files, rank, world = self._files({"rollout": command.table}), self.backend.rank, self.backend.world
+        files = self.tables.files(self.store, {"rollout": command.table}, keeps=True)
+        rank, world = self.backend.rank, self.backend.world
         passes, batch = self.group.together(lambda: passes_and_batch(files, self.settings, rank, world))
         with one_core(self.backend.device, self.settings.trainer):
             self.work = Work(len(batch.lengths))
@@ -223,16 +226,19 @@ class Trainer:
         return Compared(difference=apart)
 
     def clear(self) -> None:
-        """Delete what a command has fetched from the store, once no rank needs it.
+        """Delete what a command has fetched from the store, once no rank needs it; for the first rank of each machine.
 
         The files of the loaded weights that describe model and tokenizer stay: they are published with new weights.
-        What cannot be deleted now is deleted after the next command; the one that has ended does not fail for it.
+        So does a rollout that was scored, until another command reads tables. What cannot be deleted now is deleted
+        after the next command; the one that has ended does not fail for it.
         """
         with suppress(OSError):
             for folder in self.scratch.iterdir():
                 self._clear(folder)
 
     def _clear(self, folder: Path) -> None:
+        if folder == self.tables.folder and self.tables.keeps:
+            return
         if folder != self.weights:
             shutil.rmtree(folder, ignore_errors=True)
             return
@@ -267,7 +273,7 @@ class Trainer:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
         plans = {} if command.plan is None else {"train_samples": command.plan}
-        files = self._files({**command.tables, **plans})
+        files = self.tables.files(self.store, {**command.tables, **plans}, keeps=False)
         rank, world = self.backend.rank, self.backend.world
         plan, batch = self.group.together(lambda: plan_and_batch(command, settings, files, rank, world))
         if plans:
@@ -276,15 +282,6 @@ class Trainer:
         if learner.comparable or command.prefix is None:
             return learner, None
         return learner, self.group.together(lambda: read_part(files["rollout"], settings.model.max_length - 1))
-
-    def _files(self, refs: Mapping[str, TableRef]) -> Files:
-        """The files of these tables on this disk, which the first rank of each machine fetches and verifies."""
-        text = self.group.from_first_here(lambda: json.dumps({name: self._fetched(ref) for name, ref in refs.items()}))
-        return {name: [Path(path) for path in paths] for name, paths in json.loads(text).items()}
-
-    def _fetched(self, ref: TableRef) -> list[str]:
-        into = self.scratch / "tables"
-        return [str(file) for file in parallel(lambda shard: local_file(self.store, shard, into), ref.shards)]
 
     def _learn(self, learner: Learner, part: Part | None, version: int) -> Change:
         self.work = learner.work

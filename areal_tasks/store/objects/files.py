@@ -46,7 +46,8 @@ def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _
 def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: bool = False) -> Path:
     """A local folder that holds `files`: `into`, or the store's own folder when it lies on this disk (no copy).
 
-    Names below their common folder are kept. Files that `into` already holds in full size are not fetched again.
+    Names below their common folder are kept. Files that `into` already holds in full size (with `verify`: and with the
+    recorded SHA-256) are not fetched again.
 
     Raises:
         UserError: a file is missing, or has another size (with `verify`: another SHA-256) than recorded.
@@ -59,30 +60,36 @@ def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: b
 
 
 def local_file(store: Store, file: FileRef | ShardRef, into: Path) -> Path:
-    """The verified file on this disk: in the store's own folder if that is here, else fetched into the folder `into`.
+    """The verified file on this disk: in the store's own folder if that is here, else in `into`, fetched if need be.
 
     Raises:
         UserError: it is missing, or has another SHA-256 than recorded.
     """
     own = store.local(file.path)
-    target = own or into / f"{file.sha256}.parquet"
+    target = own or fetched_into(into, file)
     _materialise(store, FileRef(path=file.path, sha256=file.sha256, bytes=file.bytes), target, True, own is None)
     return target
 
 
+def fetched_into(folder: Path, file: FileRef | ShardRef) -> Path:
+    """Where `local_file` fetches a file to."""
+    return folder / f"{file.sha256}.parquet"
+
+
 def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch: bool) -> None:
-    if fetch and not _has_full_size(target, file):
+    if fetch and not (has_full_size(target, file) and (not verify or file_sha256(target) == file.sha256)):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         if store.fetch_file(file.path, partial) != file.sha256:  # fetched files are always hashed
             store.fetch_file(file.path, partial)  # it may have been corrupted in transit
             _check(store, file, partial, verify=True)
         partial.replace(target)
-    else:
+    elif not fetch:
         _check(store, file, target, verify)
 
 
-def _has_full_size(target: Path, file: FileRef) -> bool:
+def has_full_size(target: Path, file: FileRef | ShardRef) -> bool:
+    """Whether a file of the recorded size is there."""
     return target.is_file() and target.stat().st_size == file.bytes
 
 
