@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from threading import Thread
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from waiting import wait_until
@@ -77,6 +77,12 @@ class Run:
         """The machine on which a service runs."""
         return re.findall(rf"service {service} starts on (\S+)", self.printed)[-1]
 
+    def change(self, *fields: str) -> float:
+        """Ask for a change of the run that goes on; when that was."""
+        asked = time.monotonic()
+        print(self.cluster.arealflow("set", "r", *fields).strip())
+        return asked
+
     def finish(self, since: float) -> None:
         """It ends well, and is complete. Prints the longest time without a finished iteration since then."""
         self._reader.join()
@@ -84,15 +90,21 @@ class Run:
         done = [since, *self.times(" done (", since)]
         longest = max(after - before for before, after in pairwise(done))
         print(f"no iteration was finished for {longest:.0f} s at most; the end after {done[-1] - since:.0f} s")
-        check_complete(self.cluster)
+        assert check_complete(self.cluster) == ITERATIONS
 
 
-def check_complete(cluster: Cluster) -> None:
-    """Every group was trained on once, none is too old, and what is stored is sound."""
-    found = cluster.arealflow("sql", "r", "select count(*) n, count(distinct group_id) d from groups", "--json")
-    [row] = json.loads(found)
-    assert row["n"] == row["d"] == ITERATIONS * 32
+def query(cluster: Cluster, sql: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(cluster.arealflow("sql", "r", sql, "--json"))
+    return rows
+
+
+def check_complete(cluster: Cluster) -> int:
+    """Every group was trained on once, none is too old, and what is stored is sound. The number of iterations."""
+    counted = "select count(*) n, count(distinct group_id) d, count(distinct iteration) k from groups"
+    [row] = query(cluster, counted)
+    assert row["n"] == row["d"] == row["k"] * 32
     assert "r: sound" in cluster.arealflow("audit", "r")
+    return int(row["k"])
 
 
 def wait_for(process: Process, line: str) -> None:
@@ -130,6 +142,41 @@ def test_a_run_goes_on_after_a_node_has_vanished(cluster: Cluster, service: str)
     print(f"an iteration is finished after {closed - gone:.0f} s")
     run.finish(gone)
     assert closed - gone < AGAIN_SECONDS
+
+
+@pytest.mark.slow("a run of some minutes")
+@each_system
+def test_services_on_other_nodes_join_and_leave_a_run_that_goes_on(cluster: Cluster) -> None:
+    """The trainer spreads over two nodes at a checkpoint, a server and a worker join; then all of them leave again."""
+    fewer = ("inference.servers=1", "rollout.workers=1", "schedule.iterations=2000")
+    trainer = ("trainer.backend=fsdp2", "trainer.recover_within_seconds=3600", "launcher.resources.trainer.cpus=2")
+    run = Run(cluster, *fewer, *trainer)
+    before = sum(services(node) for node in cluster.nodes)
+
+    asked = run.change("trainer.ranks=2", "trainer.nodes=2")
+    resized = run.wait_for("service trainer-1 starts on", asked)
+    trained = run.wait_for(" done (", run.wait_for("restoring version", asked))
+    assert run.host("trainer") != run.host("trainer-1")
+    print(f"asked for two machines, the trainer starts there after {resized - asked:.0f} s, and has trained after")
+    print(f"{trained - asked:.0f} s")
+
+    asked = run.change("inference.servers=2", "rollout.workers=2")
+    joined = max(run.wait_for(f"service {name}-1 starts on", asked) for name in ("inference", "rollout"))
+    wait_until(lambda: len(query(cluster, "select distinct server from samples")) == 2, "samples of the new server")
+    print(f"a server and a worker start after {joined - asked:.0f} s, the server's samples are trained on")
+    print(f"{time.monotonic() - asked:.0f} s after they were asked for")
+    names = ("trainer", "trainer-1", "inference-0", "inference-1", "rollout-0", "rollout-1")
+    assert {run.host(name) for name in names} == {node.name for node in cluster.nodes}
+
+    asked = run.change("inference.servers=1", "rollout.workers=1", "trainer.ranks=1", "trainer.nodes=1")
+    left = max(run.wait_for(f"{name}-1 leaves the run", asked) for name in ("inference", "rollout"))
+    trained = run.wait_for(" done (", run.wait_for("restoring version", asked))
+    print(f"they leave after {left - asked:.0f} s, one trainer has trained after {trained - asked:.0f} s")
+    wait_until(lambda: sum(services(node) for node in cluster.nodes) == before, "the end of those that leave")
+    assert "re-trained" not in run.printed, "each trainer begins with the checkpoint of the one before"
+    run.process.terminate()
+    run.process.wait()
+    print(f"{check_complete(cluster)} iterations")
 
 
 def cut_a_link(cluster: Cluster, run: Run) -> None:
