@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from threading import Thread
 from typing import Any, Final
@@ -18,12 +18,19 @@ from machines.bed import Machine, Machines, Process
 from machines.clusters import HEAD, Cluster, OnRay, OnSlurm, OnStarters, pause
 from machines.starter import PORT
 
-SMALL: Final = ("model.warm_start=", "model.scratch={}", "schedule.iterations=4", "evaluation.every=4")
+UNTRAINED: Final = ("model.warm_start=", "model.scratch={}")
+#: Every iteration moves the weights.
+SMALL: Final = (*UNTRAINED, "reward.verifier=stage_reward:digits", "schedule.iterations=4", "evaluation.every=4")
 ITERATIONS: Final = 40
 ASYNCHRONOUS: Final = (
-    *("quickstart-async", "run=r", "inference.servers=2", "rollout.workers=2", *SMALL[:2]),
+    *("quickstart-async", "run=r", "inference.servers=2", "rollout.workers=2", *UNTRAINED),
     *(f"schedule.iterations={ITERATIONS}", f"evaluation.every={ITERATIONS}"),
 )
+#: A copy of the weights on each machine, split over its two ranks; and DeepSpeed's three stages, over both machines.
+SPLITS: Final = {"replicas": ("trainer.backend=fsdp2", "trainer.ranks=4", "trainer.replicas=2")} | {
+    f"zero-{stage}": ("trainer.backend=deepspeed", "trainer.ranks=2", f"trainer.zero_stage={stage}")
+    for stage in (0, 1, 2, 3)
+}
 #: Until generation runs again after a node is lost, where another node is free.
 AGAIN_SECONDS: Final = 90.0
 
@@ -117,14 +124,24 @@ def wait_for(process: Process, line: str) -> None:
     raise AssertionError("".join(seen))
 
 
-@each_system
-def test_a_run_on_machines_computes_what_one_machine_does(cluster: Cluster) -> None:
-    """Six services on three nodes."""
-    more = ("inference.servers=2", "rollout.workers=2", "trainer.backend=fsdp2", "trainer.ranks=2", *SMALL)
-    cluster.arealflow("run", "quickstart", "run=here", "launcher.type=local", *more)
-    print(cluster.arealflow(*cluster.run("quickstart", "run=there", "trainer.nodes=2", *more)))
+def compare_with_one_machine(cluster: Cluster, *more: str) -> None:
+    """Trainer over two machines; six services on three nodes."""
+    own = ("inference.servers=2", "rollout.workers=2", *more, *SMALL)
+    cluster.arealflow("run", "quickstart", "run=here", "launcher.type=local", *own)
+    print(cluster.arealflow(*cluster.run("quickstart", "run=there", "trainer.nodes=2", *own)))
     assert "no difference" in cluster.arealflow("diff", "here", "there")
     assert "sound" in cluster.arealflow("audit", "there")
+
+
+@each_system
+def test_a_run_on_machines_computes_what_one_machine_does(cluster: Cluster) -> None:
+    compare_with_one_machine(cluster, "trainer.backend=fsdp2", "trainer.ranks=2")
+
+
+@pytest.mark.slow("other ways to split a trainer over two machines: two runs each")
+@pytest.mark.parametrize("trainer", SPLITS.values(), ids=SPLITS.keys())
+def test_every_trainer_computes_over_two_machines_what_it_does_on_one(cluster: Cluster, trainer: Sequence[str]) -> None:
+    compare_with_one_machine(cluster, *trainer)
 
 
 @pytest.mark.slow("a run of a minute, in which a lease ends")
