@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 from waiting import wait_until
 
+from areal_tasks.launchers.cluster import TAKEN_BACK
 from machines.bed import Machine, Machines, Process
 from machines.clusters import HEAD, Cluster, OnRay, OnSlurm, OnStarters, pause
 from machines.starter import PORT
@@ -249,6 +250,26 @@ def test_a_run_goes_on_after_the_controller_was_away(cluster: OnSlurm | OnRay, s
     begin = time.monotonic()
     cluster.restart_controller(seconds)
     run.finish(begin)
+
+
+@pytest.mark.parametrize("cluster", [through_slurm, through_ray], indirect=True)
+@pytest.mark.parametrize("service", ["rollout-0", "trainer"])
+def test_a_run_goes_on_after_the_cluster_has_taken_a_node(cluster: OnSlurm | OnRay, service: str) -> None:
+    run = Run(cluster)
+    host = run.host(service)
+    begin = time.monotonic()
+    cluster.take(host)
+    ended = run.wait_for("starting it again", begin)
+    again = run.wait_for("starts on", ended)
+    closed = run.wait_for(" done (", again)
+    print(
+        f"{host} is taken: found after {ended - begin:.0f} s, a service starts elsewhere after {again - begin:.0f} s,"
+    )
+    print(f"an iteration is finished after {closed - begin:.0f} s")
+    run.finish(begin)
+    if isinstance(cluster, OnSlurm):
+        ends = re.findall(r"service \S+ ended with (\S+);", run.printed)
+        assert set(ends) == {str(TAKEN_BACK)}, "no failure of any service"
 
 
 @pytest.mark.parametrize("cluster", [through_slurm], indirect=True)
