@@ -140,6 +140,7 @@ class Agent:
         self.job = job
         self.address = address
         self.stopped = False  # the flow knows that the service has ended, or has had it ended
+        self.released = False  # this process has been asked to end, or its lease is over
         self.identity = identity
         self.folder = folder
         self._log = folder / "service.log"
@@ -181,9 +182,11 @@ class Agent:
     def _state(self, log_from: int) -> State:
         """The part of the log from this position on, as far as its characters are whole; the exit code after the last.
 
-        What is cut off or no UTF-8 is only shown as such once nothing more follows.
+        What is cut off or no UTF-8 is only shown as such once nothing more follows. That a service has ended because
+        this process was asked to is not reported: why, and whether that is a failure, the cluster system knows.
         """
-        code = self._exit_code()  # before the log is read, which is complete then
+        found = self._exit_code()  # before the log is read, which is complete then
+        code = None if self.released else found
         with self._log.open("rb") as file:
             file.seek(log_from)
             part, more = file.read(LOG_BYTES), file.read(1)
@@ -208,6 +211,7 @@ class Agent:
 
     def release(self) -> None:
         """End the service as when the flow has ended: through its lifeline."""
+        self.released = True
         self._launcher.close()
         if self._handle is not None:
             until = time.monotonic() + FLUSH_SECONDS

@@ -216,6 +216,18 @@ def test_a_question_that_has_waited_for_too_long_renews_no_lease(tmp_path: Path)
     assert agent.lost and agent._handle is None
 
 
+def test_an_agent_that_is_asked_to_end_does_not_report_the_end_of_its_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It causes that end; the cluster system knows whether it is a failure."""
+    agent = agent_in(tmp_path)
+    monkeypatch.setattr(agent, "_exit_code", lambda: -9)
+    codes = [asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=0))).exit_code]
+    agent.release()
+    codes.append(asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=0))).exit_code)
+    assert codes == [-9, None]
+
+
 def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:
     supervisor = begin("ready", network="::1/128")
     [url] = supervisor.wait(["ready"])

@@ -23,6 +23,11 @@ CONTROL: Final = "control"
 NODES: Final = ("node1", "node2", "node3")
 #: Two services on each of three nodes; without one of them, six services find room on the others.
 CPUS: Final = 3
+#: Jobs of the partition `urgent` have others ended.
+PREEMPTION: Final = (
+    "PreemptType=preempt/partition_prio\nPreemptMode=CANCEL\n"
+    f"PartitionName=urgent Nodes={','.join(NODES)} PriorityTier=10 State=UP\n"
+)
 KEYS: Final = "/root/keys"  # on a disk that survives
 #: How the head finds lost nodes, in less than the minute that is Ray's default (docs/guides/ray.md).
 HEALTH: Final = {
@@ -94,7 +99,7 @@ class OnSlurm(Cluster):
 
     def __init__(self, bed: Machines) -> None:
         super().__init__(bed)
-        self.slurm = start_slurm(bed, NODES, cpus=CPUS)
+        self.slurm = start_slurm(bed, NODES, cpus=CPUS, more=PREEMPTION)
         self.environment = self.slurm.environment
         self.admit_head()
         for node in self.nodes:
@@ -110,6 +115,10 @@ class OnSlurm(Cluster):
         pause(seconds)
         self.slurm.begin(self.slurm.head, "slurmctld")
         wait_until(self.slurm.answers, "the controller")
+
+    def take(self, name: str) -> None:
+        """A job that is more urgent gets a whole node: Slurm asks those there to end, and kills them after KillWait."""
+        self.slurm.run("sbatch", "--partition=urgent", f"--nodelist={name}", "--exclusive", "--wrap=sleep 1000")
 
     def jobs(self, service: str) -> list[str]:
         """The numbers of the service's jobs that run."""
@@ -139,6 +148,10 @@ class OnRay(Cluster):
 
     def admit_head(self) -> None:
         start_ray(self.bed[HEAD], f"--address={self.address}", "--num-cpus=0")
+
+    def take(self, name: str) -> None:
+        """A node leaves the cluster, as when a spot machine has been given notice."""
+        self.bed[name].run([sys.executable, "-m", "ray.scripts.scripts", "stop"])
 
     def restart_controller(self, seconds: float) -> None:
         """Ray's head vanishes and comes back empty; `ray start` is called again on each node."""

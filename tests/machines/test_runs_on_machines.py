@@ -6,24 +6,32 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from threading import Thread
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from waiting import wait_until
 
+from areal_tasks.launchers.cluster import TAKEN_BACK
 from machines.bed import Machine, Machines, Process
 from machines.clusters import HEAD, Cluster, OnRay, OnSlurm, OnStarters, pause
 from machines.starter import PORT
 
-SMALL: Final = ("model.warm_start=", "model.scratch={}", "schedule.iterations=4", "evaluation.every=4")
+UNTRAINED: Final = ("model.warm_start=", "model.scratch={}")
+#: Every iteration moves the weights.
+SMALL: Final = (*UNTRAINED, "reward.verifier=stage_reward:digits", "schedule.iterations=4", "evaluation.every=4")
 ITERATIONS: Final = 40
 ASYNCHRONOUS: Final = (
-    *("quickstart-async", "run=r", "inference.servers=2", "rollout.workers=2", *SMALL[:2]),
+    *("quickstart-async", "run=r", "inference.servers=2", "rollout.workers=2", *UNTRAINED),
     *(f"schedule.iterations={ITERATIONS}", f"evaluation.every={ITERATIONS}"),
 )
+#: A copy of the weights on each machine, split over its two ranks; and DeepSpeed's three stages, over both machines.
+SPLITS: Final = {"replicas": ("trainer.backend=fsdp2", "trainer.ranks=4", "trainer.replicas=2")} | {
+    f"zero-{stage}": ("trainer.backend=deepspeed", "trainer.ranks=2", f"trainer.zero_stage={stage}")
+    for stage in (0, 1, 2, 3)
+}
 #: Until generation runs again after a node is lost, where another node is free.
 AGAIN_SECONDS: Final = 90.0
 
@@ -77,6 +85,12 @@ class Run:
         """The machine on which a service runs."""
         return re.findall(rf"service {service} starts on (\S+)", self.printed)[-1]
 
+    def change(self, *fields: str) -> float:
+        """Ask for a change of the run that goes on; when that was."""
+        asked = time.monotonic()
+        print(self.cluster.arealflow("set", "r", *fields).strip())
+        return asked
+
     def finish(self, since: float) -> None:
         """It ends well, and is complete. Prints the longest time without a finished iteration since then."""
         self._reader.join()
@@ -84,15 +98,21 @@ class Run:
         done = [since, *self.times(" done (", since)]
         longest = max(after - before for before, after in pairwise(done))
         print(f"no iteration was finished for {longest:.0f} s at most; the end after {done[-1] - since:.0f} s")
-        check_complete(self.cluster)
+        assert check_complete(self.cluster) == ITERATIONS
 
 
-def check_complete(cluster: Cluster) -> None:
-    """Every group was trained on once, none is too old, and what is stored is sound."""
-    found = cluster.arealflow("sql", "r", "select count(*) n, count(distinct group_id) d from groups", "--json")
-    [row] = json.loads(found)
-    assert row["n"] == row["d"] == ITERATIONS * 32
+def query(cluster: Cluster, sql: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(cluster.arealflow("sql", "r", sql, "--json"))
+    return rows
+
+
+def check_complete(cluster: Cluster) -> int:
+    """Every group was trained on once, none is too old, and what is stored is sound. The number of iterations."""
+    counted = "select count(*) n, count(distinct group_id) d, count(distinct iteration) k from groups"
+    [row] = query(cluster, counted)
+    assert row["n"] == row["d"] == row["k"] * 32
     assert "r: sound" in cluster.arealflow("audit", "r")
+    return int(row["k"])
 
 
 def wait_for(process: Process, line: str) -> None:
@@ -105,14 +125,24 @@ def wait_for(process: Process, line: str) -> None:
     raise AssertionError("".join(seen))
 
 
-@each_system
-def test_a_run_on_machines_computes_what_one_machine_does(cluster: Cluster) -> None:
-    """Six services on three nodes."""
-    more = ("inference.servers=2", "rollout.workers=2", "trainer.backend=fsdp2", "trainer.ranks=2", *SMALL)
-    cluster.arealflow("run", "quickstart", "run=here", "launcher.type=local", *more)
-    print(cluster.arealflow(*cluster.run("quickstart", "run=there", "trainer.nodes=2", *more)))
+def compare_with_one_machine(cluster: Cluster, *more: str) -> None:
+    """Trainer over two machines; six services on three nodes."""
+    own = ("inference.servers=2", "rollout.workers=2", *more, *SMALL)
+    cluster.arealflow("run", "quickstart", "run=here", "launcher.type=local", *own)
+    print(cluster.arealflow(*cluster.run("quickstart", "run=there", "trainer.nodes=2", *own)))
     assert "no difference" in cluster.arealflow("diff", "here", "there")
     assert "sound" in cluster.arealflow("audit", "there")
+
+
+@each_system
+def test_a_run_on_machines_computes_what_one_machine_does(cluster: Cluster) -> None:
+    compare_with_one_machine(cluster, "trainer.backend=fsdp2", "trainer.ranks=2")
+
+
+@pytest.mark.slow("other ways to split a trainer over two machines: two runs each")
+@pytest.mark.parametrize("trainer", SPLITS.values(), ids=SPLITS.keys())
+def test_every_trainer_computes_over_two_machines_what_it_does_on_one(cluster: Cluster, trainer: Sequence[str]) -> None:
+    compare_with_one_machine(cluster, *trainer)
 
 
 @pytest.mark.slow("a run of a minute, in which a lease ends")
@@ -130,6 +160,41 @@ def test_a_run_goes_on_after_a_node_has_vanished(cluster: Cluster, service: str)
     print(f"an iteration is finished after {closed - gone:.0f} s")
     run.finish(gone)
     assert closed - gone < AGAIN_SECONDS
+
+
+@pytest.mark.slow("a run of some minutes")
+@each_system
+def test_services_on_other_nodes_join_and_leave_a_run_that_goes_on(cluster: Cluster) -> None:
+    """The trainer spreads over two nodes at a checkpoint, a server and a worker join; then all of them leave again."""
+    fewer = ("inference.servers=1", "rollout.workers=1", "schedule.iterations=2000")
+    trainer = ("trainer.backend=fsdp2", "trainer.recover_within_seconds=3600", "launcher.resources.trainer.cpus=2")
+    run = Run(cluster, *fewer, *trainer)
+    before = sum(services(node) for node in cluster.nodes)
+
+    asked = run.change("trainer.ranks=2", "trainer.nodes=2")
+    resized = run.wait_for("service trainer-1 starts on", asked)
+    trained = run.wait_for(" done (", run.wait_for("restoring version", asked))
+    assert run.host("trainer") != run.host("trainer-1")
+    print(f"asked for two machines, the trainer starts there after {resized - asked:.0f} s, and has trained after")
+    print(f"{trained - asked:.0f} s")
+
+    asked = run.change("inference.servers=2", "rollout.workers=2")
+    joined = max(run.wait_for(f"service {name}-1 starts on", asked) for name in ("inference", "rollout"))
+    wait_until(lambda: len(query(cluster, "select distinct server from samples")) == 2, "samples of the new server")
+    print(f"a server and a worker start after {joined - asked:.0f} s, the server's samples are trained on")
+    print(f"{time.monotonic() - asked:.0f} s after they were asked for")
+    names = ("trainer", "trainer-1", "inference-0", "inference-1", "rollout-0", "rollout-1")
+    assert {run.host(name) for name in names} == {node.name for node in cluster.nodes}
+
+    asked = run.change("inference.servers=1", "rollout.workers=1", "trainer.ranks=1", "trainer.nodes=1")
+    left = max(run.wait_for(f"{name}-1 leaves the run", asked) for name in ("inference", "rollout"))
+    trained = run.wait_for(" done (", run.wait_for("restoring version", asked))
+    print(f"they leave after {left - asked:.0f} s, one trainer has trained after {trained - asked:.0f} s")
+    wait_until(lambda: sum(services(node) for node in cluster.nodes) == before, "the end of those that leave")
+    assert "re-trained" not in run.printed, "each trainer begins with the checkpoint of the one before"
+    run.process.terminate()
+    run.process.wait()
+    print(f"{check_complete(cluster)} iterations")
 
 
 def cut_a_link(cluster: Cluster, run: Run) -> None:
@@ -185,6 +250,26 @@ def test_a_run_goes_on_after_the_controller_was_away(cluster: OnSlurm | OnRay, s
     begin = time.monotonic()
     cluster.restart_controller(seconds)
     run.finish(begin)
+
+
+@pytest.mark.parametrize("cluster", [through_slurm, through_ray], indirect=True)
+@pytest.mark.parametrize("service", ["rollout-0", "trainer"])
+def test_a_run_goes_on_after_the_cluster_has_taken_a_node(cluster: OnSlurm | OnRay, service: str) -> None:
+    run = Run(cluster)
+    host = run.host(service)
+    begin = time.monotonic()
+    cluster.take(host)
+    ended = run.wait_for("starting it again", begin)
+    again = run.wait_for("starts on", ended)
+    closed = run.wait_for(" done (", again)
+    print(
+        f"{host} is taken: found after {ended - begin:.0f} s, a service starts elsewhere after {again - begin:.0f} s,"
+    )
+    print(f"an iteration is finished after {closed - begin:.0f} s")
+    run.finish(begin)
+    if isinstance(cluster, OnSlurm):
+        ends = re.findall(r"service \S+ ended with (\S+);", run.printed)
+        assert set(ends) == {str(TAKEN_BACK)}, "no failure of any service"
 
 
 @pytest.mark.parametrize("cluster", [through_slurm], indirect=True)
