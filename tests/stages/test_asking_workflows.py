@@ -54,5 +54,5 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_does_not_say_so_ends_the_run_with_the_field(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"workflow\.verifies: the workflow has asked for a verdict"):
+    with pytest.raises(UserError, match=r"workflow\.verifies: the workflow asks for a verdict"):
         drive(tmp_path, "undeclared", asking(verifies=False))

@@ -34,8 +34,8 @@ class Armed(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            recorded = module.recorded
-            module.recorded = lambda operation: recorded(wrapped(operation))
+            tracked = module.tracked
+            module.tracked = lambda operation: tracked(wrapped(operation))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
