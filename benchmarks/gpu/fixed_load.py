@@ -55,6 +55,7 @@ def collect(store: Store, run: str, logs: Path) -> Result:
     found: Result = {
         "run": run,
         "iterations": recipe["schedule"]["iterations"],
+        "gpus": len({*recipe["trainer"]["gpus"], *recipe["inference"]["gpus"]}),
         "greatest_lag": rows(store, run, "SELECT max(lag) AS lag FROM samples")[0]["lag"],
         "decoding": decoding(sorted(logs.glob(f"{run}/**/inference-*.log"))),
     }
@@ -134,7 +135,7 @@ HEAD: Final = (
 
 
 def table(results: Sequence[Result]) -> str:
-    """All runs that have steady iterations; ratios to the synchronous run of the same lengths over both GPUs."""
+    """All runs that have steady iterations; ratios to the synchronous run of the same lengths over all GPUs."""
     usable = [result for result in results if len(result["commits"]) and len(steady(result)) > 0]
     base = {"-equal" in r["run"]: seconds(r) for r in usable if r["run"].startswith("shared-0")}
     return "\n".join([HEAD, *(row(r, base.get("-equal" in r["run"], float("nan"))) for r in usable)])
@@ -157,18 +158,19 @@ def idle(result: Result) -> str:
     return "\n".join(lines)
 
 
-def layout_of(run: str) -> Layout:
+def layout_of(result: Result) -> Layout:
     """As `fixed_load.sh` names its runs. SystemExit for GPUs that train and generate at the same time."""
+    run, gpus = result["run"], result.get("gpus", 2)  # the first recorded runs were all on two
     if not run.startswith(("split-", "shared-0")):
         raise SystemExit(f"{run}: the simulation does not know GPUs that train and generate at the same time")
     mode = "abort" if "-abort" in run else "in_place"
-    return synchronous(2) if run.startswith("shared-0") else Layout(1, 1, eta_of(run), mode=mode)
+    return synchronous(gpus) if run.startswith("shared-0") else Layout(gpus // 2, gpus // 2, eta_of(run), mode=mode)
 
 
 def times_of(result: Result) -> Times:
     """The times of a run for the simulation, without its first iteration. The fixed part is what no stage says."""
     step, per_sample, per_token = step_times(result["decoding"])
-    layout, count = layout_of(result["run"]), len(intervals(result))
+    layout, count = layout_of(result), len(intervals(result))
     busy = sum(seconds_of(result, "train").values())
     publish = sum(seconds_of(result, "publish").values()) / count
     alone = publish if layout.eta == 0 else 0.0  # else it is concurrent with training
@@ -201,18 +203,20 @@ def intervals(result: Result) -> list[float]:
 
 
 def simulate(result: Result) -> str:
-    """The run simulated, iteration by iteration; what its times give for all layouts over long runs."""
+    """The run simulated, iteration by iteration; what its times give for split GPUs over long runs."""
     times, run = times_of(result), result["run"]
     load = Load(longest=8000, prompt=64, iterations=result["iterations"], sigma=0.0 if "-equal" in run else Load.sigma)
     real = intervals(result)
-    ends = Simulation(load, layout_of(run), times).run().ends
+    layout = layout_of(result)
+    half = layout.gpus // 2
+    ends = Simulation(load, layout, times).run().ends
     ours = [later - earlier for earlier, later in pairwise(ends)][: len(real)]
     lines = [str(times), "| iteration | " + " | ".join(str(k + 1) for k in range(len(real))) + " | all |"]
     for name, found in (("simulated", ours), ("measured", real)):
         lines.append(f"| {name} | {' | '.join(f'{seconds:.1f}' for seconds in found)} | {sum(found):.1f} |")
     lines += [f"simulated ÷ measured: {sum(ours) / sum(real):.3f}", "", SIMULATED]
     lines += [
-        simulated_row(load, Layout(1, 1, eta, mode=mode), times)
+        simulated_row(load, Layout(half, half, eta, mode=mode), times)
         for mode in ("in_place", "abort")
         for eta in (1, 2, 4, 8)
     ]

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Asynchronous and synchronous runs under one fixed load on two GPUs: 64 × 8 samples an iteration, as long as
+# Asynchronous and synchronous runs under one fixed load on two or more GPUs: 64 × 8 samples an iteration, as long as
 # benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
 #
 #   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …     LAYOUT-η[-abort][-equal][-saves][@SECONDS]
+#   GPUS=4 benchmarks/gpu/fixed_load.sh split-4@290 shared-0@250 split-1      two generate and two train; all four do both
 #
-# split: the first GPU trains, the second generates. shared: both do both in turn. one: one GPU does both. equal: all
-# samples have 600 tokens. saves: weights are written every tenth version, a checkpoint after 90 s of training. A run is
-# ended after its SECONDS (240), starts included, or ITERATIONS (60). SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models,
-# stores, logs), RESULTS (FOLDER/results), MORE (further overrides). CPU=1: the embedded server and one process, to try
-# the script itself.
+# split: the first half of the GPUs trains, the second generates. shared: all do both in turn. one: one GPU does both.
+# equal: all samples have 600 tokens. saves: weights are written every tenth version, a checkpoint after 90 s of training.
+# A run is ended after its SECONDS (240), starts included, or ITERATIONS (60). GPUS (2; an even number, another FOLDER for
+# each), SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), MORE (further
+# overrides). CPU=1: the embedded server and one process, to try the script itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-SHAPE=${SHAPE:-1.5b} FOLDER=${FOLDER:-/dev/shm/asynchrony}
+GPUS=${GPUS:-2} SHAPE=${SHAPE:-1.5b} FOLDER=${FOLDER:-/dev/shm/asynchrony}
 RESULTS=${RESULTS:-$FOLDER/results}
 export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=file://$FOLDER/store
 mkdir -p "$FOLDER" "$RESULTS"
@@ -23,9 +24,12 @@ common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl workflow.nam
   model.max_length=8192 rollout.max_new_tokens=8000 inference.request_timeout_seconds=600
   trainer.micro_batch_tokens=8192 launcher.type=local schedule.artifact_every=1000 schedule.iterations=${ITERATIONS:-60}
   inference.flags.max-running-requests=512"
-split="trainer.gpus=[0] inference.gpus=[1] inference.memory_fraction=0.8 inference.max_concurrent_requests=192"
-shared="trainer.ranks=2 trainer.gpus=[0,1] inference.servers=2 inference.gpus=[0,1] inference.memory_fraction=0.25
-  inference.max_concurrent_requests=64"
+half=$((GPUS / 2))
+numbers() { echo "[$(seq -s , "$1" "$2")]"; }
+split="trainer.ranks=$half trainer.gpus=$(numbers 0 $((half - 1))) inference.servers=$half
+  inference.gpus=$(numbers "$half" $((GPUS - 1))) inference.memory_fraction=0.8 inference.max_concurrent_requests=192"
+shared="trainer.ranks=$GPUS trainer.gpus=$(numbers 0 $((GPUS - 1))) inference.servers=$GPUS
+  inference.gpus=$(numbers 0 $((GPUS - 1))) inference.memory_fraction=0.25 inference.max_concurrent_requests=64"
 one="trainer.gpus=[0] inference.gpus=[0] inference.memory_fraction=0.25 inference.max_concurrent_requests=192"
 longest=8000
 if [ -n "${CPU:-}" ]; then

@@ -16,6 +16,7 @@ from waiting import LIMIT, alive, wait_until
 
 from benchmarks import trainer_core
 from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
+from benchmarks.gpu.fixed_load import layout_of
 from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
@@ -24,8 +25,10 @@ from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, spli
 from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
+from benchmarks.simulate import Layout
 from schemas.recipe.load import list_recipes, load_recipe
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 MACHINE = {"device": "a chip", "date": "2026-01-01 10:00 UTC", "versions": {"torch": "2"}}
 
 
@@ -442,3 +445,16 @@ def test_the_smollm2_recipes_ask_the_same_question() -> None:
     assert sorted(r.flow for r in recipes) == ["evaluate", "rlhf", "rlhf", "sft"]
     assert len({r.data.model_dump_json() for r in recipes}) == 1
     assert len({r.model.max_length for r in recipes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "layout"),
+    [
+        (json.loads((RESULTS / "gpu-h200-asynchrony-split-4.json").read_text()), Layout(1, 1, 4)),
+        (json.loads((RESULTS / "gpu-h200-asynchrony-shared-0.json").read_text()), Layout(2, 2, 0, shared=True)),
+        ({"run": "split-1-abort", "gpus": 4}, Layout(2, 2, 1, mode="abort")),
+        ({"run": "shared-0-equal", "gpus": 4}, Layout(4, 4, 0, shared=True)),
+    ],
+)
+def test_a_run_is_simulated_on_as_many_gpus_as_it_had(result: dict[str, Any], layout: Layout) -> None:
+    assert layout_of(result) == layout

@@ -164,3 +164,11 @@ def test_a_damaged_file_of_the_store_is_named_on_every_rank(machines: Machines) 
     assert {type(error) for error in found} == {UserError} and all(path.name in str(error) for error in found)
     path.write_bytes(good)
     _check(machines, refs, machines.files(refs))
+
+
+def test_a_machine_that_fetches_nothing_itself_gets_what_the_others_fetch(machines: Machines) -> None:
+    """A small table is one file: only one machine has anything to fetch into its folder."""
+    table = rollout([9, 4])
+    refs = {"rollout": write_table(machines.store, "made", "rollout", table)}
+    _check(machines, refs, machines.files(refs))
+    assert machines.fetched() == _names(*refs.values())

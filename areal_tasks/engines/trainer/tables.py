@@ -93,6 +93,7 @@ class FetchedTables:
     def _append(self, shard: ShardRef, piece: torch.Tensor) -> None:
         path = self._at(shard)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # a machine that fetches none itself has no folder yet
             with path.open("ab") as file:
                 file.write(piece.numpy().data)
         except OSError as error:
