@@ -75,7 +75,10 @@ class Assignments:
     def remove(self, group: int) -> Assignment:
         """The worker has an assigned group no more, and knows it."""
         assignment = self.by_group.pop(group)
-        self._counts[assignment.link, assignment.state] -= 1
+        counted = assignment.link, assignment.state
+        self._counts[counted] -= 1
+        if not self._counts[counted]:
+            del self._counts[counted]  # else links to workers that have ended would be kept
         return assignment
 
     def leased(self, group: int, link: Link, number: int) -> bool:

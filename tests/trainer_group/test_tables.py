@@ -172,3 +172,14 @@ def test_a_machine_that_fetches_nothing_itself_gets_what_the_others_fetch(machin
     refs = {"rollout": write_table(machines.store, "made", "rollout", table)}
     _check(machines, refs, machines.files(refs))
     assert machines.fetched() == _names(*refs.values())
+
+
+def test_what_one_machine_has_in_part_is_passed_on_anew(machines: Machines) -> None:
+    """Its disk was full while the last files arrived."""
+    refs = _written(machines.store)
+    last = machines.ranks[-1]
+    last.folder.mkdir()
+    for shard in refs["rollout"].shards:
+        last._at(shard).write_bytes(b"part")
+    _check(machines, refs, machines.files(refs))
+    assert machines.fetched() == _names(*refs.values())

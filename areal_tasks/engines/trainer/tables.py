@@ -88,13 +88,14 @@ class FetchedTables:
             dist.all_gather(pieces, piece, group=group)
             for shard, found in zip(shards, pieces, strict=False):
                 if shard in lacked and start < shard.bytes:
-                    self._append(shard, found[: shard.bytes - start])
+                    self._write(shard, start, found[: shard.bytes - start])
 
-    def _append(self, shard: ShardRef, piece: torch.Tensor) -> None:
+    def _write(self, shard: ShardRef, start: int, piece: torch.Tensor) -> None:
+        """Write the next piece of a file, which begins anew if an earlier command has left a part of it."""
         path = self._at(shard)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)  # a machine that fetches none itself has no folder yet
-            with path.open("ab") as file:
+            with path.open("ab" if start else "wb") as file:
                 file.write(piece.numpy().data)
         except OSError as error:
             raise unusable(str(path), error) from error
