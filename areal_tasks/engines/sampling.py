@@ -74,7 +74,8 @@ def causes(flow: Flow) -> list[str]:
     """What the flow waits for, besides commands of the trainer; a slow store first, unless groups are awaited."""
     found = [CAUSES[word] for word in map(first_word, flow.works) if word in CAUSES]
     if "rollout" not in stages(flow):
-        found = ["evaluation" if cause == "groups" else cause for cause in found]
+        other = "evaluation" if "evaluate" in stages(flow) else "servers"  # which score a part after an update
+        found = [other if cause == "groups" else cause for cause in found]
     return ["store", *found] if flow.store and "groups" not in found else found
 
 

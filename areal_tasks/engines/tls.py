@@ -1,7 +1,7 @@
 """Certificates of one start of a run, by which services on other machines prove who they are.
 
-The flow makes an `Authority` that lives as long as its process. Each machine makes a key of its own (`Identity`), and
-the flow signs it: no private key ever travels. Clients trust that authority and no other.
+The flow makes an `Identity` as authority that lives as long as its process. Each machine makes an identity of its own,
+and the flow signs its key: no private key ever travels. Clients trust that authority and no other.
 """
 
 from __future__ import annotations

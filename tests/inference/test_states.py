@@ -49,6 +49,7 @@ def waits(what: str) -> State:
         (["evaluate version 3", "generation"], False, waits("evaluation"), waits("evaluation")),
         (["rollout 3", "generation", "publish 2", "/publish of version 3"], False, waits("groups"), waits("groups")),
         (["publish 2", "/publish of version 3"], False, works("publish"), works("publish")),
+        (["publish 2", "generation"], False, waits("servers"), waits("servers")),  # updated ones score a part
         (["publish 2", "a command to the servers"], False, waits("servers"), waits("servers")),
         (["publish 2", "weights from the trainer", "/send of version 3"], False, waits("servers"), works("send")),
         (["verify 3", "verdicts"], False, waits("verdicts"), waits("verdicts")),

@@ -175,7 +175,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
     go(work(some_store()))
 
 
-def begun_by(found: Rollouts) -> int:
+def begun_by(found: Here) -> int:
     """How many groups have begun so far, where none has failed."""
     return found.book.settled.prefix + len(found.live)
 
