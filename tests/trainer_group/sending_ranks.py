@@ -16,12 +16,11 @@ from typing import Any
 
 import httpx
 import torch
-from areal_tasks.engines.trainer.app import make_app
 from waiting import LIMIT
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import COMMANDS
-from areal_tasks.engines.trainer.process import _follow
+from areal_tasks.engines.trainer.process import _follow, make_app
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.settings import read_settings
