@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.handover import name_of
@@ -13,22 +12,18 @@ from areal_tasks.engines.server import Server
 from areal_tasks.engines.weights_source import WeightsSource
 from schemas.manifest import WeightsRef
 
-T = TypeVar("T")
-
-
-class Tending(Protocol):
-    """`Servers.call`."""
-
-    def __call__(self, work: Coroutine[Any, Any, T], /, *, generates: InferenceClient | None = None) -> T: ...
-
 
 class Holder:
-    """`client`: of the server that is held. `run` runs a client's coroutines; `call` also tends the servers."""
+    """`client`: of the server that is held. `run` runs a client's coroutines; `call` also tends the servers.
 
-    def __init__(self, run: Call, call: Tending) -> None:
+    `hold`: `InferenceClient.hold` of a pool, run by `call`, which ends it if the pool is `stuck`.
+    """
+
+    def __init__(self, run: Call, call: Call, hold: Callable[[InferenceClient, str], tuple[Server, bool]]) -> None:
         self.client: InferenceClient | None = None
         self._run = run
         self._call = call
+        self._hold = hold
 
     @contextmanager
     def held(
@@ -39,7 +34,7 @@ class Holder:
         Raises:
             ServerDown: this server has ended, or all others lack weights that only the trainer has and is not sending.
         """
-        server, current = self._call(pool.hold(name_of(ref)), generates=pool)
+        server, current = self._hold(pool, name_of(ref))
         with ExitStack() as stack:
             stack.callback(self._end, pool, server, own)
             stack.callback(source.fetched.close)

@@ -80,7 +80,7 @@ class Servers:
         self._client: InferenceClient | None = None
         self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
-        self._holder = Holder(self._loop.run, self.call)
+        self._holder = Holder(self._loop.run, self.call, lambda pool, key: self.call(pool.hold(key), generates=pool))
         self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> starts they were tried for
@@ -178,8 +178,8 @@ class Servers:
         if self.external:
             try:
                 self._loop.run(client.use_external(self.external))
-                reads = self.weights.reads_store or self._loop.run(client.read(self.run.store.url))
-                self.weights.reads_store = reads
+                if not self.weights.reads_store:
+                    self.weights.reads_store = self._loop.run(client.read(self.run.store.url))
             except BaseException:
                 self._loop.run(client.close())
                 raise
@@ -211,12 +211,9 @@ class Servers:
             ServerDown: a client `generates` in it, or is about to, and only the trainer has the weights that it wants;
                 no thread gives them: servers were restarted on others, or a transfer has failed.
         """
-
-        def heartbeats() -> dict[str, Heartbeat]:
-            workers = self.workers.heartbeats()  # first: these report the workers' requests per server
-            return self._heartbeats() | workers
-
-        with self.watchdog.waiting("generation" if generates else "a command to the servers", heartbeats):
+        waits_for = "generation" if generates else "a command to the servers"
+        # the workers' first: with these they report their requests per server
+        with self.watchdog.waiting(waits_for, lambda: self.workers.heartbeats() | self._heartbeats()):
             return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:

@@ -38,7 +38,7 @@ class Data(Section):
     """The prompts and their answers."""
 
     source: str = semantic(
-        description="Data-set name, JSONL/Parquet path (also from the recipe's folder) or URL, `{split}` replaced; or `sums://TERMS`.",
+        description="Data-set name, JSONL/Parquet path (also from the recipe's folder) or URL, `{split}` replaced; or `sums://TERMS`."
     )
     subset: str = semantic("", description="Configuration name of a Hugging Face data set.")
     train_split: str = semantic("train", min_length=1, description="Training split.")
@@ -174,11 +174,7 @@ class Reward(Section):
         0.0, ge=-1e3, le=1e3, description="Reward if the completion contains no answer."
     )
     timeout_reward: float | None = semantic(
-        0.0,
-        before=None,
-        ge=-1e3,
-        le=1e3,
-        description="Reward of a `timeout` verdict; null: treated as an `error`.",
+        0.0, before=None, ge=-1e3, le=1e3, description="Reward of a `timeout` verdict; null: treated as an `error`."
     )
     on_unverified: Literal["drop_sample", "drop_group", "reward"] = semantic(
         "drop_sample", description="What to do with a sample with an `error` verdict."
@@ -215,8 +211,7 @@ class Inference(Section):
     )
     tensor_parallel: int = operational(1, ge=1, le=64, description="SGLang: GPUs that share one server's model.")
     gpus: list[int] = operational(
-        [],
-        description="Numbers of the servers' GPUs; empty: those after the trainer's, or the same if none are left.",
+        [], description="Numbers of the servers' GPUs; empty: those after the trainer's, or the same if none are left."
     )
     memory_fraction: float = operational(
         0.0,
@@ -300,19 +295,13 @@ class Alerts(Section):
     )
     window: int = operational(5, ge=1, le=10_000, description="Iterations over which this mean is taken.")
     max_kl: float = operational(
-        1.0,
-        ge=0,
-        le=1e6,
-        description="KL per token, in nats, to version 0 or to the policy before the step.",
+        1.0, ge=0, le=1e6, description="KL per token, in nats, to version 0 or to the policy before the step."
     )
     max_unverified: float = operational(
         0.05, ge=0, le=1, description="Share of `timeout` and `error` verdicts; `reward.max_unverified` stops the run."
     )
     max_logprob_gap: float = operational(
-        0.05,
-        ge=0,
-        le=100,
-        description="Train-inference mismatch, in nats; `algorithm.max_logprob_gap` stops the run.",
+        0.05, ge=0, le=100, description="Train-inference mismatch, in nats; `algorithm.max_logprob_gap` stops the run."
     )
     min_effective_sample_size: float = operational(
         0.5,
@@ -324,8 +313,5 @@ class Alerts(Section):
         0.1, ge=0, le=1, description="Share of tokens whose behaviour weight is capped or masked with η > 0."
     )
     max_lag_beyond: float = operational(
-        4.0,
-        ge=0,
-        le=1e6,
-        description="Versions by which a token's lag may exceed η with `rollout.bound: admission`.",
+        4.0, ge=0, le=1e6, description="Versions by which a token's lag may exceed η with `rollout.bound: admission`."
     )

@@ -65,20 +65,10 @@ class Grpo(Section):
         description="Cap of the behaviour weight, which is 1 with η = 0 and server and trainer on the CPU in float32.",
     )
     tis_low: float = semantic(
-        0.5,
-        before=0.5,
-        renamed_from="behaviour_low",
-        ge=0,
-        le=1,
-        description="Smallest behaviour weight not masked.",
+        0.5, before=0.5, renamed_from="behaviour_low", ge=0, le=1, description="Smallest behaviour weight not masked."
     )
     tis_high: float = semantic(
-        5.0,
-        before=5.0,
-        renamed_from="behaviour_high",
-        ge=1,
-        le=1e6,
-        description="Largest behaviour weight not masked.",
+        5.0, before=5.0, renamed_from="behaviour_high", ge=1, le=1e6, description="Largest behaviour weight not masked."
     )
     tis_level: Literal["token", "sequence"] = semantic(
         "token",

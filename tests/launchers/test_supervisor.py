@@ -334,10 +334,8 @@ def test_nothing_waits_for_a_slow_start(scripted: tuple[Supervisor, Scripted], m
     wait_until(lambda: Ready("http://two/1", 1) in supervisor.look(["one", "two"]), "the slow one")
 
 
-def test_a_service_that_is_ended_while_it_starts_is_stopped_once_it_has(
-    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor, launcher = scripted
+def _queued(launcher: Scripted, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Ended]]:
+    """What makes the cluster accept all services that are started from now on; their handles, once it has."""
     monkeypatch.setattr(starts, "in_background", in_background)
     accepted, start, handles = threading.Event(), launcher.start, list[Ended]()
 
@@ -347,6 +345,14 @@ def test_a_service_that_is_ended_while_it_starts_is_stopped_once_it_has(
         return handles[-1]
 
     monkeypatch.setattr(launcher, "start", queued)
+    return accepted, handles
+
+
+def test_a_service_that_is_ended_while_it_starts_is_stopped_once_it_has(
+    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, launcher = scripted
+    accepted, handles = _queued(launcher, monkeypatch)
     supervisor.join(MODULE, spec(supervisor.store, "three"))
     assert supervisor.running("three") is None
     threading.Timer(0, accepted.set).start()
@@ -359,16 +365,8 @@ def test_a_start_that_never_returns_is_not_waited_for_and_ends_what_it_yields_la
     scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     supervisor, launcher = scripted
-    monkeypatch.setattr(starts, "in_background", in_background)
     monkeypatch.setattr(starts.Starting.__init__, "__defaults__", (0.1,))
-    accepted, start, handles = threading.Event(), launcher.start, list[Ended]()
-
-    def queued(job: Job) -> Ended:
-        assert accepted.wait(LIMIT)
-        handles.append(start(job))
-        return handles[-1]
-
-    monkeypatch.setattr(launcher, "start", queued)
+    accepted, handles = _queued(launcher, monkeypatch)
     supervisor.join(MODULE, spec(supervisor.store, "three"))
     if leaves == "the service":
         supervisor.retire("three")

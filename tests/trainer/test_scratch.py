@@ -12,9 +12,8 @@ import pytest
 from starlette.applications import Starlette
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
-from areal_tasks.engines.trainer.commands import COMMANDS, Compare, Load, Logprobs, Message, Train, Written
+from areal_tasks.engines.trainer.commands import COMMANDS, Compare, Load, Logprobs, Message, Written
 from areal_tasks.engines.trainer.process import make_app
-from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.s3 import S3Backend
 from schemas.manifest import WeightsRef
@@ -56,48 +55,21 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _scored(world: World) -> tuple[Trainer, Train]:
-    """A trainer that has scored the rollout of this command to train, as the service does."""
+def test_a_rollout_that_was_scored_is_there_to_train_and_gone_afterwards(
+    world: World, scratch: Path, fetches: list[str]
+) -> None:
     trainer, table = world.trainer(), rollout([9, 4, 13, 6])
     command = world.train_command(0, {"rollout": table, "advantage": advantage(table)})
     trainer.logprobs(
         Logprobs(owner=1, version=0, which="policy", table=command.tables["rollout"], prefix=world.prefix())
     )
     trainer.clear()
-    return trainer, command
-
-
-def test_a_rollout_that_was_scored_is_there_to_train_and_gone_afterwards(
-    world: World, scratch: Path, fetches: list[str]
-) -> None:
-    trainer, command = _scored(world)
     assert [file.stem for file in _tables(scratch)] == [command.tables["rollout"].shards[0].sha256]
     fetches.clear()
     trainer.train(command)
     trainer.clear()
     assert fetches == ["advantage-00000.parquet"]
     assert not _tables(scratch)
-
-
-@pytest.mark.parametrize("damage", ["one bit", "the end"])
-def test_a_kept_copy_that_was_damaged_is_fetched_again(
-    world: World, scratch: Path, fetches: list[str], damage: str
-) -> None:
-    trainer, command = _scored(world)
-    whole = trainer.tables.files(trainer.store, {"rollout": command.tables["rollout"]}, keeps=True)["rollout"][0]
-    good = whole.read_bytes()
-    whole.write_bytes(good[:99] + bytes([good[99] ^ 1]) + good[100:] if damage == "one bit" else good[:-1])
-    fetches.clear()
-    again = trainer.tables.files(trainer.store, {"rollout": command.tables["rollout"]}, keeps=True)["rollout"][0]
-    assert fetches == ["rollout-00000.parquet"] and again.read_bytes() == good
-
-
-def test_only_the_last_rollout_is_kept(world: World, scratch: Path) -> None:
-    trainer, _ = _scored(world)
-    other = world.write("rollout", rollout([5, 3, 8], seed=1))
-    trainer.logprobs(Logprobs(owner=1, version=0, which="policy", table=other, prefix=world.prefix()))
-    trainer.clear()
-    assert [file.stem for file in _tables(scratch)] == [other.shards[0].sha256]
 
 
 def test_copies_from_s3_do_not_pile_up(world: World, scratch: Path) -> None:

@@ -128,13 +128,25 @@ def test_what_all_keep_is_not_fetched_again_and_nothing_else_is_kept(machines: M
     assert kept == [{shard.sha256 for shard in refs["advantage"].shards}] * len(kept)
 
 
-def test_what_one_machine_lost_comes_from_the_store_once(machines: Machines) -> None:
+def _cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _flip_a_bit(file: Path) -> None:
+    good = file.read_bytes()
+    file.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
+
+
+@pytest.mark.parametrize(("harm", "fetches"), [(Path.unlink, 0), (_cut_short, 1), (_flip_a_bit, 1)])
+def test_what_the_last_machine_has_lost_comes_from_the_others_and_what_is_damaged_from_the_store(
+    machines: Machines, harm: Callable[[Path], None], fetches: int
+) -> None:
     refs = _written(machines.store)
     files = machines.files(refs, keeps=True)
     machines.fetched()
-    files[-1]["rollout"][3].unlink()
+    harm(files[-1]["rollout"][3])
     _check(machines, refs, machines.files(refs))
-    assert len(machines.fetched()) <= 2  # by the machine whose part it is, where that has it, by none
+    assert len(machines.fetched()) == fetches
 
 
 def test_what_is_altered_on_the_way_is_found_and_fetched(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +170,10 @@ def test_a_damaged_file_of_the_store_is_named_on_every_rank(machines: Machines) 
     refs = _written(machines.store)
     path = machines.store.local(refs["rollout"].shards[1].path)
     assert path is not None
-    good = path.read_bytes()
-    path.write_bytes(good[:50] + bytes([good[50] ^ 1]) + good[51:])
+    _flip_a_bit(path)
     found = machines.files(refs)
     assert {type(error) for error in found} == {UserError} and all(path.name in str(error) for error in found)
-    path.write_bytes(good)
+    _flip_a_bit(path)
     _check(machines, refs, machines.files(refs))
 
 

@@ -48,20 +48,19 @@ class FetchedTables:
         shards = [shard for ref in refs.values() for shard in ref.shards]
         if len(self.group.leaders) > 1 and any(store.local(shard.path) is None for shard in shards):
             self._share(store, shards)
-        text = self.group.from_first_here(lambda: self._verified(store, refs))
-        return {name: [Path(path) for path in paths] for name, paths in json.loads(text).items()}
+        self.group.from_first_here(lambda: self._keep_only(store, shards))
+        return {name: [store.local(s.path) or self._at(s) for s in ref.shards] for name, ref in refs.items()}
 
-    def _verified(self, store: Store, refs: Mapping[str, TableRef]) -> str:
-        """Their paths, as JSON. Nothing else is left in the folder."""
-        shards = [shard for ref in refs.values() for shard in ref.shards]
-        wanted = {self._at(shard) for shard in shards}
-        for file in self.folder.glob("*"):
-            if file not in wanted:
-                file.unlink()
-        paths = dict(
-            zip(shards, parallel(lambda shard: str(local_file(store, shard, self.folder)), shards), strict=True)
-        )
-        return json.dumps({name: [paths[shard] for shard in ref.shards] for name, ref in refs.items()})
+    def _keep_only(self, store: Store, shards: Sequence[ShardRef]) -> str:
+        """Have these files here, and leave nothing else in the folder."""
+        for file in set(self.folder.glob("*")) - {self._at(shard) for shard in shards}:
+            file.unlink()
+        return self._fetch(store, shards)
+
+    def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> str:
+        """Verify these files, and fetch those that are not here or damaged. Tells the other ranks nothing."""
+        parallel(lambda shard: local_file(store, shard, self.folder), shards)
+        return ""
 
     def _share(self, store: Store, shards: Sequence[ShardRef]) -> None:
         """Have each machine fetch a part of the files that any of them lacks, and pass it on to the others."""
@@ -70,7 +69,7 @@ class FetchedTables:
         names = {name for text in lacking for name in json.loads(text)}
         missing = sorted((s for s in shards if s.sha256 in names), key=lambda s: (-s.bytes, s.sha256))
         mine = missing[self.group.machine :: machines]
-        self.group.from_machines(lambda: str(parallel(lambda shard: local_file(store, shard, self.folder), mine)))
+        self.group.from_machines(lambda: self._fetch(store, mine))
         group = self._leaders
         if self.group.leads_its_machine:
             for start in range(0, len(missing), machines):
