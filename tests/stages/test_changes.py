@@ -178,7 +178,8 @@ def test_servers_and_workers_join_and_leave_a_run_that_goes_on(tmp_path: Path) -
             seen[label] = services(engines)
         return ask(jobs)
 
-    run = drive(tmp_path, "r", ahead(schedule={"iterations": 18}), execute)
+    apart = {"groups_per_request": 1}  # so that a worker's groups, which begin together, do so on several servers
+    run = drive(tmp_path, "r", ahead(schedule={"iterations": 18}, inference=apart), execute)
     assert seen == {"train 3": (2, 2), "train 7": (1, 1), "train 11": (3, 3)}
     check(run)
     later = "SELECT server FROM samples WHERE iteration >= 15"  # η is 2: their groups begin when all have joined
