@@ -16,6 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 #: Fixtures of servers that are expensive to start: modules that use one are run first, since they take longest.
 SERVERS: Final = ("api", "up")
+#: The folder of the module that takes longest of all, which is begun first.
+LONGEST: Final = "machines"
 #: Folders of modules that take long next, so that the last ones, which one worker may run alone, are short.
 LONG: Final = frozenset({"stages", "fork", "trainer_group"})
 #: By module, the server that it uses; without the modules that use none.
@@ -26,13 +28,14 @@ GROUPS: Final = "groups.json"
 def group_by_server(items: list[pytest.Item]) -> None:
     """Write the server of each module to a file, for the process that distributes the tests.
 
-    These modules come first in `items`, then those of LONG.
+    These modules come first in `items` after those of LONGEST, then those of LONG.
     """
     for item in items:
         fixtures: Sequence[str] = getattr(item, "fixturenames", ())
         used = [name for name in SERVERS if name in fixtures]
         USED.update({item.path: used[0]} if used else {})
-    items.sort(key=lambda item: (item.path not in USED, item.path.parent.name not in LONG))
+    folder = {item.path: item.path.parent.name for item in items}
+    items.sort(key=lambda item: (folder[item.path] != LONGEST, item.path not in USED, folder[item.path] not in LONG))
     names = {item.nodeid.partition("::")[0]: USED[item.path] for item in items if item.path in USED}
     partial = session_folder.folder() / f"{GROUPS}.{os.getpid()}"
     partial.write_text(json.dumps(names))

@@ -35,6 +35,8 @@ SPLITS: Final = {
 #: Until generation runs again after a node is lost, where another node is free.
 AGAIN_SECONDS: Final = 90.0
 
+#: What does not depend on the cluster system is tested on the first alone: each run takes a minute or more.
+SYSTEMS: Final = (OnStarters, OnSlurm, OnRay)
 starters = pytest.param(OnStarters, id="starter")
 through_slurm = pytest.param(OnSlurm, id="slurm", marks=pytest.mark.slow("Slurm's daemons, and a run of a minute"))
 through_ray = pytest.param(OnRay, id="ray", marks=pytest.mark.slow("Ray's daemons, and a run of a minute"))
@@ -156,8 +158,11 @@ def test_every_trainer_computes_over_two_machines_what_it_does_on_one(cluster: C
 
 
 @pytest.mark.slow("a run of a minute, in which a lease ends")
-@each_system
-@pytest.mark.parametrize("service", ["inference-0", "trainer"])
+@pytest.mark.parametrize(
+    ("cluster", "service"),
+    [(OnStarters, "inference-0"), *((kind, "trainer") for kind in SYSTEMS)],
+    indirect=["cluster"],
+)
 def test_a_run_goes_on_after_a_node_has_vanished(cluster: Cluster, service: str) -> None:
     run = Run(cluster)
     lost = run.host(service)
@@ -197,7 +202,7 @@ def test_services_on_other_nodes_join_and_leave_a_run_that_goes_on(cluster: Clus
     trained = run.wait_for(" done (", run.wait_for("restoring version", asked))
     print(f"they leave after {left - asked:.0f} s, one trainer has trained after {trained - asked:.0f} s")
     wait_until(lambda: sum(services(node) for node in cluster.nodes) == before, "the end of those that leave")
-    assert "re-trained" not in run.printed, "each trainer begins with the checkpoint of the one before"
+    assert "retrained" not in run.printed, "each trainer begins with the checkpoint of the one before"
     run.process.terminate()
     run.process.wait()
     print(f"{check_complete(cluster)} iterations")
@@ -216,8 +221,11 @@ def slow_the_store(cluster: Cluster, run: Run) -> None:
 
 
 @pytest.mark.slow("a run of a minute or two")
-@each_system
-@pytest.mark.parametrize("disturb", [cut_a_link, slow_the_store])
+@pytest.mark.parametrize(
+    ("cluster", "disturb"),
+    [(OnStarters, slow_the_store), *((kind, cut_a_link) for kind in SYSTEMS)],
+    indirect=["cluster"],
+)
 def test_a_run_goes_on(cluster: Cluster, disturb: Callable[[Cluster, Run], None]) -> None:
     run = Run(cluster)
     begin = time.monotonic()
@@ -271,9 +279,8 @@ def test_a_run_goes_on_after_the_cluster_has_taken_a_node(cluster: OnSlurm | OnR
 
 
 @pytest.mark.parametrize("cluster", [through_slurm], indirect=True)
-@pytest.mark.parametrize("service", ["inference-0", "trainer"])
-def test_a_run_goes_on_after_slurm_has_requeued_a_job(cluster: OnSlurm, service: str) -> None:
-    run = Run(cluster, "launcher.slurm.options=[--requeue]")
+def test_a_run_goes_on_after_slurm_has_requeued_a_job(cluster: OnSlurm) -> None:
+    run, service = Run(cluster, "launcher.slurm.options=[--requeue]"), "trainer"
     [job] = cluster.jobs(service)
     begin = time.monotonic()
     cluster.slurm.run("scontrol", "requeue", job)
