@@ -118,7 +118,6 @@ def timers(parts: Counter[str]) -> Iterator[None]:
         (loop.Loop, "_commit", "store: iteration commits"),
         (generation.Generation, "take", "service: generation"),
         (trainer_client.TrainerClient, "run", ""),
-        (trainer_client.TrainerClient, "health", "HTTP: an empty request"),
         (servers.Servers, "_load", "service: weights loaded"),
         (pool.VerifierPool, "verify", "verifier processes"),
     ]
@@ -132,8 +131,13 @@ def timers(parts: Counter[str]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-#: What the time of a trainer's command counts as; that of others counts as OTHER.
-TRAINER = {"train": "service: training", "publish": "service: weights written", "load": "service: model loaded"}
+#: What the time of a trainer's command counts as, or of none; that of others counts as OTHER.
+TRAINER = {
+    "": "HTTP: an empty request",
+    "train": "service: training",
+    "publish": "service: weights written",
+    "load": "service: model loaded",
+}
 OTHER = "service: other commands of the trainer"
 
 
@@ -143,7 +147,8 @@ def timed(function: Callable[..., Any], parts: Counter[str], part: str) -> Calla
         try:
             return function(*args, **options)
         finally:
-            parts[part or TRAINER.get(args[1].name, OTHER)] += time.perf_counter() - started  # type: ignore[assignment]
+            found = part or TRAINER.get(args[1].name if args[1] else "", OTHER)
+            parts[found] += time.perf_counter() - started  # type: ignore[assignment]
 
     return wrapper
 
