@@ -14,10 +14,10 @@ import session_folder
 from servers import OPEN
 from xdist.scheduler import LoadScopeScheduling
 
-#: Fixtures of servers that are expensive to start: modules that use one are run first, since they take longest.
-SERVERS: Final = ("api", "up")
-#: The folder of the module that takes longest of all, which is begun first.
+#: The folder of the module that takes longest of all, which is run first.
 LONGEST: Final = "machines"
+#: Fixtures of servers that are expensive to start: modules that use one are run next, since they take long.
+SERVERS: Final = ("api", "up")
 #: Folders of modules that take long next, so that the last ones, which one worker may run alone, are short.
 LONG: Final = frozenset({"stages", "fork", "trainer_group"})
 #: By module, the server that it uses; without the modules that use none.

@@ -355,8 +355,8 @@ class Servers:
 
     def _send_command(self, version: int, urls: Sequence[str], held: Sequence[str]) -> Send:
         ranks = self.recipe.inference.tensor_parallel  # type: ignore[union-attr]
-        beside = dict(zip(self.names, sending_ranks(self.transport, self.placement), strict=False))
-        rank_at = {url: beside.get(self.supervisor.name_at(url), 0) for url in urls}
+        rank_of = dict(zip(self.names, sending_ranks(self.transport, self.placement), strict=False))
+        rank_at = {url: rank_of.get(self.supervisor.name_at(url), 0) for url in urls}
         return Send(
             owner=self.run.owner,
             version=version,

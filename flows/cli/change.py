@@ -1,4 +1,4 @@
-"""`arealflow set`: changes live recipe fields of a running run."""
+"""`arealflow set`: changes live recipe fields of a run in progress."""
 
 from __future__ import annotations
 

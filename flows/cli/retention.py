@@ -116,7 +116,7 @@ def gc(
 ) -> None:
     """Remove what crashes left behind, and old versions by the rules given.
 
-    Keeps everything that a running run, a fork, a replay, another run's initial weights, a tag or a restart needs.
+    Keeps everything that a run in progress, a fork, a replay, another run's initial weights, a tag or a restart needs.
     """
     place, rule = open_store(store), RetentionRule(keep_weights, keep_checkpoints, older_than * 3600)
     if whole and not run:

@@ -1,4 +1,4 @@
-"""The fields that `arealflow set` may change in a running run, and the reasons for refusing others."""
+"""The fields that `arealflow set` may change in a run in progress, and the reasons for refusing others."""
 
 from __future__ import annotations
 

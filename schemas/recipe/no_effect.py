@@ -175,11 +175,11 @@ NO_EFFECT: Final = (
 
 def settings_without_effect(recipe: BaseRecipe) -> Iterator[str]:
     """A message for each field of `NO_EFFECT` that this recipe sets without effect."""
-    for idle in NO_EFFECT:
-        owner, _, name = idle.field.rpartition(".")
+    for row in NO_EFFECT:
+        owner, _, name = row.field.rpartition(".")
         part = _section(recipe, owner)
-        if part is not None and name in type(part).model_fields and not idle.has_effect(recipe) and _is_set(part, name):
-            yield f"{idle.field}: has no effect {idle.when}; otherwise leave it out"
+        if part is not None and name in type(part).model_fields and not row.has_effect(recipe) and _is_set(part, name):
+            yield f"{row.field}: has no effect {row.when}; otherwise leave it out"
 
 
 def _section(recipe: BaseRecipe, path: str) -> BaseModel | None:

@@ -35,7 +35,7 @@ SPLITS: Final = {
 #: Until generation runs again after a node is lost, where another node is free.
 AGAIN_SECONDS: Final = 90.0
 
-#: What does not depend on the cluster system is tested on the first alone: each run takes a minute or more.
+#: Where each run takes a minute or more, a fault that does not depend on the cluster system is tested on one of them.
 SYSTEMS: Final = (OnStarters, OnSlurm, OnRay)
 starters = pytest.param(OnStarters, id="starter")
 through_slurm = pytest.param(OnSlurm, id="slurm", marks=pytest.mark.slow("Slurm's daemons, and a run of a minute"))

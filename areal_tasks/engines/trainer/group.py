@@ -131,9 +131,7 @@ class Group:
         """Run `work` on the first rank of each machine; all ranks there return its text, or raise its UserError."""
         if self.store is None:
             return work()
-        self._shared += 1
-        if self.leads_its_machine:
-            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+        self._share_from_first_here(work)
         return self._text_of(self.machine)
 
     def from_ranks_here(self, mine: str) -> list[str]:
@@ -149,9 +147,7 @@ class Group:
         """Run `work` on the first rank of each machine; every rank returns all texts, or raises the first UserError."""
         if self.store is None:
             return [work()]
-        self._shared += 1
-        if self.leads_its_machine:
-            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+        self._share_from_first_here(work)
         return self._texts_of(range(len(self.leaders)))
 
     def together(self, work: Callable[[], T]) -> T:
@@ -163,6 +159,11 @@ class Group:
         self._post(self._shared_by(f"rank-{self.rank}"), json.dumps(_attempt(lambda: _kept(made, work()))))
         self._texts_of([f"rank-{rank}" for rank in range(self.world)])
         return made[0]
+
+    def _share_from_first_here(self, work: Callable[[], str]) -> None:
+        self._shared += 1
+        if self.leads_its_machine:
+            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
 
     def _shared_by(self, machine: int | str) -> str:
         return f"shared/{self._command}/{self._shared}/{machine}"

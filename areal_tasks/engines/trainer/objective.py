@@ -111,14 +111,14 @@ def gaps(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float
 def outside(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """1 where the ratio proximal / behaviour is outside RATIOS, else 0; NaN where it is NaN."""
     ratio = torch.exp(proximal - behaviour)
-    any_above = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
-    return torch.where(ratio.isnan(), ratio, any_above)
+    apart = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
+    return torch.where(ratio.isnan(), ratio, apart)
 
 
-def agreement_totals(gap: Float[Tensor, " T"], any_above: Float[Tensor, " T"]) -> list[float]:
+def agreement_totals(gap: Float[Tensor, " T"], apart: Float[Tensor, " T"]) -> list[float]:
     """Of a rank's tokens: their number, the sum and the maximum of their `gaps`, and how many are `outside`."""
     largest = float(gap.max()) if gap.numel() else -math.inf
-    return [float(gap.numel()), float(gap.double().sum()), largest, float(any_above.double().sum())]
+    return [float(gap.numel()), float(gap.double().sum()), largest, float(apart.double().sum())]
 
 
 def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -126,13 +126,13 @@ def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
 
     NaN without tokens.
     """
-    counts, sums, largest, any_above = totals
+    counts, sums, largest, apart = totals
     if not (tokens := sum(counts)):
         return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
     return {
         "logprob_gap_mean": sum(sums) / tokens,
         "logprob_gap_max": float(np.max(largest)),  # NaN if one is
-        "ratio_outside": sum(any_above) / tokens,
+        "ratio_outside": sum(apart) / tokens,
     }
 
 
