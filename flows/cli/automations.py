@@ -11,6 +11,7 @@ import httpx
 import typer
 import yaml
 
+from areal_tasks.launchers.gpus import visible_gpus
 from flows.cli.processes import POOL, needed_server
 from schemas.errors import UserError
 
@@ -31,8 +32,13 @@ LEAST_SECONDS: Final = 10.0
 
 
 def install(api_url: str) -> None:
-    """Create the work pool, and the switch of the keeper's recovery, which stays off if it is. UserError if refused."""
-    answer = ask("POST", f"{api_url}/work_pools/", {"name": POOL, "type": "process"})  # the worker completes it
+    """Create the work pool, and the switch of the keeper's recovery, which stays off if it is. UserError if refused.
+
+    On a machine with GPUs the pool runs one flow run at a time: two would take each other's memory. An existing pool
+    keeps its limit.
+    """
+    pool = {"name": POOL, "type": "process", "concurrency_limit": 1 if visible_gpus() else None}
+    answer = ask("POST", f"{api_url}/work_pools/", pool)  # the worker completes it
     if answer.is_error and answer.status_code != httpx.codes.CONFLICT:
         raise UserError(f"the Prefect server refused the work pool {POOL}: {answer.text[:500]}")
     put(api_url, {**read_automation(RECOVERY.removeprefix("arealflow-")), **SWITCH})

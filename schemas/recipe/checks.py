@@ -318,4 +318,4 @@ REFUSED_KEYS: Final = {
     f"rollout.{name}": "rollouts are sampled from the whole vocabulary, because a trainer cannot reproduce the "
     "probabilities of truncated sampling; leave it out, and lower rollout.temperature if need be"
     for name in ("top_p", "top_k", "min_p")
-}
+} | {"run": "names no field; run=NAME is a word of its own for `arealflow run`, and --param run=NAME for a deployment"}

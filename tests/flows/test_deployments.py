@@ -11,6 +11,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect_api import ask
 from servers import ROOT, Up
 
+from flows.cli import automations
 from flows.cli.processes import POOL
 from flows.evaluate import evaluate
 from flows.rlhf import rlhf
@@ -51,6 +52,20 @@ def test_the_server_refuses_a_run_whose_parameters_do_not_fit(up: Up, deployment
     body = {"parameters": {"recipe": recipe}}
     answer = ask("POST", f"{up.api}/deployments/{one['id']}/create_flow_run", body)
     assert answer.is_client_error and "many" in answer.text
+
+
+@pytest.mark.parametrize(("gpus", "limit"), [("0,1", 1), ("", None)])
+def test_with_gpus_the_pool_runs_one_flow_run_at_a_time(
+    up: Up, monkeypatch: pytest.MonkeyPatch, gpus: str, limit: int | None
+) -> None:
+    pool = f"{up.api}/work_pools/of-{limit}"
+    monkeypatch.setattr(automations, "POOL", f"of-{limit}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    automations.install(up.api)
+    assert ask("GET", pool).json()["concurrency_limit"] == limit
+    ask("PATCH", pool, {"concurrency_limit": 3}).raise_for_status()
+    automations.install(up.api)
+    assert ask("GET", pool).json()["concurrency_limit"] == 3
 
 
 def test_a_replay_needs_no_recipe_and_describes_what_it_needs(deployments: list[dict[str, Any]]) -> None:
