@@ -23,6 +23,7 @@ from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdo
 from benchmarks.gpu.results import load, record, run_limited
 from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, split, steady_rows, summary
 from benchmarks.gpu.server_log import cache_of
+from benchmarks.gpu.servers import Answer, Load
 from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
 from benchmarks.simulate import Layout
@@ -509,3 +510,10 @@ def test_the_table_of_training_has_the_share_of_one_ranks_chip() -> None:
     last = fixed_load.training([loaded_run("shared-0", 12, True)]).splitlines()[-1].split(" | ")
     used = mfu(SHAPES["tiny"], 1400 / 7 / 2, 10)
     assert last[2:] == ["deepspeed 3, ranks: 2", "11", "200", f"{used:.3f}", "1.0", "0.50", "0.25", "nccl |"]
+
+
+def test_the_tokens_of_a_sample_count_evenly_over_its_time() -> None:
+    load = Load(None, argparse.Namespace())  # type: ignore[arg-type]
+    load.answers = [Answer("a", 0.0, 10.0, 100), Answer("a", 8.0, 12.0, 40), Answer("b", 0.0, 20.0, 1000)]
+    assert load.rate(5.0, 10.0, ["a"]) == (100 * 5 / 10 + 40 * 2 / 4) / 5
+    assert load.rate(0.0, 20.0, ["a", "b"]) == 1140 / 20 and load.rate(12.0, 20.0, ["a"]) == 0.0
