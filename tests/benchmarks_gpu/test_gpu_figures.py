@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LIMIT, alive, wait_until
 
 from benchmarks import trainer_core
+from benchmarks.asynchrony_learning import Learned
 from benchmarks.gpu import fixed_load
 from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
+from benchmarks.gpu.learn_asynchrony import accuracy_at, interval, print_comparison
 from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
@@ -517,3 +519,27 @@ def test_the_tokens_of_a_sample_count_evenly_over_its_time() -> None:
     load.answers = [Answer("a", 0.0, 10.0, 100), Answer("a", 8.0, 12.0, 40), Answer("b", 0.0, 20.0, 1000)]
     assert load.rate(5.0, 10.0, ["a"]) == (100 * 5 / 10 + 40 * 2 / 4) / 5
     assert load.rate(0.0, 20.0, ["a", "b"]) == 1140 / 20 and load.rate(12.0, 20.0, ["a"]) == 0.0
+
+
+# ── learning with η ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def learned(variant: str, seconds: float, *accuracies: float) -> Learned:
+    """A run of 20 iterations, evaluated at versions 0, 10 and 20."""
+    elapsed, versions = [seconds * k for k in range(20)], (0, 10, 20)
+    pairs = list(zip(versions, accuracies, strict=True))
+    return Learned(variant, 1, [0.5] * 20, elapsed, accuracies[-1], 0, 0.0, pairs, 100, "0123456789", "a chip")
+
+
+def test_runs_are_compared_after_equal_iterations_and_at_equal_wall_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = learned("eta-0", 2.0, 0.1, 0.2, 0.4)
+    assert accuracy_at(slow, 18.0) == pytest.approx(0.2)  # when iteration 9 had ended, which made version 10
+    assert accuracy_at(slow, 19.0) == pytest.approx(0.21)
+    print_comparison([slow, learned("eta-4", 1.0, 0.1, 0.2, 0.39)])
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert row == "| 1 | a chip | 01234567 | 100 | 20 | 39.00 40.00 | 19 | 20 10 | 39.00 21.00 |"
+    assert "equal iterations -1.00 (one seed), at equal wall-clock +18.00 (one seed)" in last
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([0.01, 0.02, 0.03]) == "+2.00 ± 2.48 (3 seeds)"  # 4.303 · 1 / √3
