@@ -53,13 +53,20 @@ VARIANTS: Final[Mapping[str, Variant]] = {
 }
 #: Server and trainer compute on one thread each in all variants: they share a run's cores where η > 0.
 SHARED: Final = ("model.warm_start=", "model.path=run://warm", "inference.threads=1", "trainer.threads=1")
+#: A restart takes no time on this clock: the first iteration of a later start counts as the median of the others.
 CURVE: Final = (
-    "SELECT avg(reward) AS reward, max(lag) AS lag, "
-    "date_diff('millisecond', min(max(c.committed)) OVER (), max(c.committed)) / 1000 AS elapsed "
-    "FROM samples JOIN commits c USING (iteration) GROUP BY iteration ORDER BY iteration"
+    "WITH each AS (SELECT iteration, CASE WHEN owner = lag(owner) OVER earlier THEN "
+    "epoch(committed) - lag(epoch(committed)) OVER earlier END AS seconds FROM commits "
+    "WINDOW earlier AS (ORDER BY iteration)), clock AS (SELECT iteration, sum(CASE WHEN iteration = 0 THEN 0 ELSE "
+    "coalesce(seconds, (SELECT median(seconds) FROM each), 0) END) OVER (ORDER BY iteration) AS elapsed FROM each) "
+    "SELECT avg(reward) AS reward, max(lag) AS lag, any_value(elapsed) AS elapsed "
+    "FROM samples JOIN clock USING (iteration) GROUP BY iteration ORDER BY iteration"
 )
-ACCURACY: Final = "SELECT avg((verdict = 'correct')::INT) AS accuracy FROM evaluate GROUP BY weights_version"
-LAST: Final = f"{ACCURACY} ORDER BY weights_version DESC LIMIT 1"
+EVALUATED: Final = (
+    "SELECT weights_version AS version, avg((verdict = 'correct')::INT) AS accuracy, count(*) AS questions "
+    "FROM evaluate GROUP BY 1 ORDER BY 1"
+)
+SOURCE: Final = "SELECT sha256 FROM initial_weights"
 STALE: Final = "SELECT avg(stale_kv::INT) AS share FROM tokens WHERE version >= 0"
 
 
@@ -68,6 +75,8 @@ class Learned:
     """One run: by iteration its mean reward and the seconds since the first one ended; accuracy after the last.
 
     `lag` is the greatest of a sample, `stale_kv` the share of generated tokens over a cache of older weights.
+    `accuracies`: (version, accuracy) of all evaluations, with so many `questions` each. `source`: SHA-256 of the
+    weights that the run began with.
     """
 
     variant: str
@@ -77,6 +86,10 @@ class Learned:
     accuracy: float
     lag: int
     stale_kv: float
+    accuracies: Sequence[tuple[int, float]] = ()
+    questions: int = 0
+    source: str = ""
+    device: str = ""
 
     @property
     def reward(self) -> float:
@@ -125,9 +138,19 @@ def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequen
 def learned(store: Store, run: str, variant: str, seed: int) -> Learned:
     """What the tables of a finished run say."""
     curve = run_sql(store, run, CURVE).to_pydict()
-    [last], [stale] = (run_sql(store, run, query).to_pylist() for query in (LAST, STALE))
-    lag = max(curve["lag"])
-    return Learned(variant, seed, curve["reward"], curve["elapsed"], last["accuracy"], lag, stale["share"])
+    evaluated, [stale], [source] = (run_sql(store, run, query).to_pylist() for query in (EVALUATED, STALE, SOURCE))
+    return Learned(
+        variant=variant,
+        seed=seed,
+        rewards=curve["reward"],
+        elapsed=curve["elapsed"],
+        accuracy=evaluated[-1]["accuracy"],
+        lag=max(curve["lag"]),
+        stale_kv=stale["share"],
+        accuracies=[(one["version"], one["accuracy"]) for one in evaluated],
+        questions=evaluated[-1]["questions"],
+        source=source["sha256"],
+    )
 
 
 def print_table(found: Sequence[Learned]) -> None:

@@ -33,7 +33,7 @@ def plot(learned: Sequence[Learned], folder: Path) -> None:
 
 def _chart(learned: Sequence[Learned], x_of: Callable[[Learned], Line], label: str, shift: float) -> Iterator[str]:
     most = max(float(x_of(one)[-1]) for one in learned)
-    top = float(np.ceil(max(_smooth(one.rewards).max() for one in learned) * 10) / 10)
+    top = max(0.1, float(np.ceil(max(_smooth(one.rewards).max() for one in learned) * 10) / 10))
     to_x, to_y = (lambda x: shift + LEFT + x / most * WIDTH), (lambda y: TOP + HEIGHT - y / top * HEIGHT)
     yield from _axes(most, top, label, shift)
     for variant, colour in zip(VARIANTS, COLOURS, strict=True):

@@ -1,15 +1,19 @@
 """Runs under one fixed load, by layout and η: what their tables say, as a file each, and the table of all of them.
 
     python -m benchmarks.gpu.fixed_load collect STORE RUN LOGS RESULT.json
-    python -m benchmarks.gpu.fixed_load table RESULT.json …
+    python -m benchmarks.gpu.fixed_load table RESULT.json … [--baseline SECONDS]
+    python -m benchmarks.gpu.fixed_load training RESULT.json …
     python -m benchmarks.gpu.fixed_load idle RESULT.json
     python -m benchmarks.gpu.fixed_load simulate RESULT.json
 
-`benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits, without the first
-η + 1 iterations, where services warm up and the pipeline fills, and without the last η of the run, for which nothing is
-generated any more. `idle` says when the trainer had nothing to do, by iteration. `simulate` runs benchmarks/simulate.py
-with the times of a run's own steps and transfers, decoding by a line through what SGLang's log says, compares each
-iteration, and tells what the same times give for other layouts.
+`benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits. The first one of
+each start of the run has none: a restart is no iteration's time. `table` leaves out the first η + 1 iterations of each
+start, where services warm up and the pipeline fills (after a restart all groups under way begin again together, with
+one version, as at first), and the last η of the run, for which nothing is generated any more. `training` says how fast
+the ranks train, what memory they take, and how long a publication is. `idle` says when the trainer had nothing to do,
+by iteration, and what saving has to do with it. `simulate` runs benchmarks/simulate.py with the times of a run's own
+steps and transfers, decoding by a line through what SGLang's log says, compares each iteration before the first restart
+(which the simulation does not know), and tells what the same times give for other layouts.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,17 +32,24 @@ import numpy as np
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.runs import load_run
 from benchmarks.gpu.product import rows, write_json
+from benchmarks.gpu.shapes import SHAPES, mfu
 from benchmarks.simulate import HEAD as SIMULATED
 from benchmarks.simulate import Layout, Load, Simulation, Times, synchronous
 from benchmarks.simulate import row as simulated_row
 
 Result = dict[str, Any]
+Commit = dict[str, Any]
+
+STANDSTILL_SECONDS: Final = 60.0  # without any stage: a restart; a start of the services on GPUs takes longer
 
 QUERIES: Final = {
-    "commits": "SELECT iteration, epoch(committed) AS committed, checkpoint_version FROM commits ORDER BY 1",
+    "commits": "SELECT iteration, epoch(committed) AS committed, checkpoint_version, owner FROM commits ORDER BY 1",
     "stages": "SELECT iteration, stage, epoch(started) AS started, seconds FROM stages ORDER BY 1, 3",
     "train": "SELECT iteration, sum(total_tokens) AS tokens, sum(step_seconds) AS seconds FROM train_steps "
     "GROUP BY 1 ORDER BY 1",
+    "memory": "SELECT rank, max(bytes) AS bytes FROM (SELECT unnest(peak_bytes) AS bytes, "
+    "generate_subscripts(peak_bytes, 1) - 1 AS rank FROM train_steps) GROUP BY 1 ORDER BY 1",
+    "lengths": "SELECT sum(num_tokens) AS tokens, sum(num_tokens * num_tokens) AS squares FROM samples",
     "ages": "SELECT iteration, metrics['effective_sample_size'] AS effective, metrics['stale_kv'] AS stale_kv "
     "FROM stages WHERE stage = 'train' ORDER BY 1",
     "publish": "SELECT iteration, transport, write_seconds, coalesce(list_max(load_seconds), 0) AS load_seconds "
@@ -56,6 +67,8 @@ def collect(store: Store, run: str, logs: Path) -> Result:
         "run": run,
         "iterations": recipe["schedule"]["iterations"],
         "gpus": len({*recipe["trainer"]["gpus"], *recipe["inference"]["gpus"]}),
+        "shape": Path(recipe["model"]["path"]).name,
+        "trainer": {name: recipe["trainer"][name] for name in ("backend", "zero_stage", "ranks")},
         "greatest_lag": rows(store, run, "SELECT max(lag) AS lag FROM samples")[0]["lag"],
         "decoding": decoding(sorted(logs.glob(f"{run}/**/inference-*.log"))),
     }
@@ -88,10 +101,30 @@ def eta_of(run: str) -> int:
     return int(run.split("-")[1])
 
 
+def starts(result: Result) -> list[int]:
+    """The first iteration that each start of the run has committed."""
+    commits = result["commits"]
+    later = [k for k in range(1, len(commits)) if restarted(result, commits[k - 1], commits[k])]
+    return [commits[k]["iteration"] for k in (0, *later)]
+
+
+def restarted(result: Result, before: Commit, commit: Commit) -> bool:
+    """Whether another start made the commit. Files that do not have its owner show it by a time without any stage."""
+    if "owner" in commit:
+        return bool(before["owner"] != commit["owner"])
+    reached, longest = before["committed"], 0.0
+    for stage in sorted(result["stages"], key=lambda stage: float(stage["started"])):
+        if stage["started"] < commit["committed"]:
+            longest = max(longest, stage["started"] - reached)
+            reached = max(reached, stage["started"] + stage["seconds"])
+    return longest > STANDSTILL_SECONDS
+
+
 def steady(result: Result) -> list[int]:
     """The iterations that count."""
-    last, eta = result["commits"][-1]["iteration"], eta_of(result["run"])
-    return list(range(eta + 1, min(last + 1, result["iterations"] - eta)))
+    eta, begun = eta_of(result["run"]), starts(result)
+    there = [c["iteration"] for c in result["commits"] if c["iteration"] < result["iterations"] - eta]
+    return [k for k in there if not any(first <= k <= first + eta for first in begun)]
 
 
 def of(result: Result, table: str, column: str, where: str = "") -> list[float]:
@@ -106,9 +139,8 @@ def of(result: Result, table: str, column: str, where: str = "") -> list[float]:
 
 def seconds(result: Result) -> float:
     """Mean seconds of a steady iteration."""
-    times = {commit["iteration"]: commit["committed"] for commit in result["commits"]}
-    kept = steady(result)
-    return float((times[kept[-1]] - times[kept[0] - 1]) / len(kept))
+    times = intervals(result)
+    return statistics.mean(times[k] for k in steady(result))
 
 
 def row(result: Result, baseline: float) -> str:
@@ -132,30 +164,119 @@ HEAD: Final = (
     "| run | iterations | s each | × shared-0 | training | waits for groups | publish | tokens | samples by lag |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
+NOTHING: Final = ("",) * 5
 
 
-def table(results: Sequence[Result]) -> str:
-    """All runs that have steady iterations; ratios to the synchronous run of the same lengths over all GPUs."""
+def table(results: Sequence[Result], baseline: float = float("nan")) -> str:
+    """All runs that have steady iterations; ratios to the synchronous run of the same lengths over all GPUs.
+
+    `baseline`: its seconds where it is not among them.
+    """
     usable = [result for result in results if len(result["commits"]) and len(steady(result)) > 0]
     base = {"-equal" in r["run"]: seconds(r) for r in usable if r["run"].startswith("shared-0")}
-    return "\n".join([HEAD, *(row(r, base.get("-equal" in r["run"], float("nan"))) for r in usable)])
+    return "\n".join([HEAD, *(row(r, base.get("-equal" in r["run"], baseline)) for r in usable)])
+
+
+def training(results: Sequence[Result]) -> str:
+    """How fast the ranks train, their memory, and how long a publication is; all iterations with an interval."""
+    usable = [result for result in results if "trainer" in result and intervals(result)]
+    return "\n".join([TRAINING, *map(training_row, usable)])
+
+
+TRAINING: Final = (
+    "| run | shape | trainer | iterations | trained tokens/s | MFU | peak by rank, GiB | publish, s | load, s | by |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def training_row(result: Result) -> str:
+    """A line of that table. The FLOPs of a token depend on its sample's length: on average squares ÷ tokens."""
+    counted, trainer, [length] = set(intervals(result)), result["trainer"], result["lengths"]
+    steps = [step for step in result["train"] if step["iteration"] in counted]
+    rate = sum(int(step["tokens"]) for step in steps) / sum(step["seconds"] for step in steps)
+    used = mfu(SHAPES[result["shape"]], rate / trainer["ranks"], round(int(length["squares"]) / int(length["tokens"])))
+    peaks = ", ".join(f"{rank['bytes'] / 2**30:.1f}" for rank in result["memory"])
+    publications = [row for row in result["publish"] if row["iteration"] in counted]
+    loads = [row["load_seconds"] for row in publications]
+    published = [seconds for k, seconds in seconds_of(result, "publish").items() if k in counted]
+    stage = f" {trainer['zero_stage']}" if trainer["backend"] == "deepspeed" else ""
+    parts = (
+        *(result["run"], result["shape"], f"{trainer['backend']}{stage}, ranks: {trainer['ranks']}", str(len(counted))),
+        *(f"{rate:,.0f}", f"{used:.3f}", peaks, mean_of(published), mean_of(loads)),
+        ", ".join(dict.fromkeys(row["transport"] for row in publications)),
+    )
+    return f"| {' | '.join(parts)} |"
+
+
+def mean_of(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.2f}" if values else ""
 
 
 def idle(result: Result) -> str:
-    """When the trainer did not train, by iteration, and what was saved meanwhile."""
-    trained, waited = seconds_of(result, "train"), waits(result)
-    written = {row["iteration"]: row["write_seconds"] or 0.0 for row in result["publish"]}
-    checkpoints = [commit["checkpoint_version"] for commit in result["commits"]]
+    """When the trainer did not train, by iteration, what was saved meanwhile, and what of it that explains."""
+    found = [spent(result, commit["iteration"]) for commit in result["commits"][1:]]
     lines = [
-        "| iteration | seconds | training | waits for groups | else | weights written, s | checkpoint |",
+        "| iteration | seconds | steps | waits for groups | checkpoint | else | weights written meanwhile, s |",
         "|---|---|---|---|---|---|---|",
     ]
-    for k, each in enumerate(intervals(result), start=1):
-        rest = each - trained[k] - waited[k]
-        checkpoint = "yes" if checkpoints[k] != checkpoints[k - 1] else ""
-        parts = " | ".join(f"{part:.2f}" for part in (each, trained[k], waited[k], rest, written.get(k, 0.0)))
-        lines.append(f"| {k} | {parts} | {checkpoint} |")
-    return "\n".join(lines)
+    for one in found:
+        parts = (one.steps, one.waits, one.checkpoint, one.other, one.writes)
+        shown = (f"{one.seconds:.2f}", *(f"{part:.2f}" for part in parts)) if one.seconds else ("restart", *NOTHING)
+        lines.append(f"| {one.iteration} | {' | '.join(shown)} |")
+    return "\n".join([*lines, "", saving(found)])
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of an iteration; `seconds` is None if a restart is in it, `writes` are concurrent with the others."""
+
+    iteration: int
+    seconds: float | None
+    steps: float
+    waits: float
+    checkpoint: float
+    writes: float
+
+    @property
+    def other(self) -> float:
+        return (self.seconds or 0.0) - self.steps - self.waits - self.checkpoint
+
+
+def spent(result: Result, k: int) -> Spent:
+    """What the trainer did in iteration k. Weights of the iteration before are written while it runs."""
+    by = {row["iteration"]: row for row in result["commits"]}
+    closed = by[k]["committed"] - max(
+        s["started"] + s["seconds"]
+        for s in result["stages"]
+        if s["iteration"] == k and s["started"] + s["seconds"] <= by[k]["committed"]
+    )
+    return Spent(
+        iteration=k,
+        seconds=intervals(result).get(k),
+        steps=next(row["seconds"] for row in result["train"] if row["iteration"] == k),
+        waits=waits(result)[k],
+        checkpoint=closed if by[k]["checkpoint_version"] != by[k - 1]["checkpoint_version"] else 0.0,
+        writes=sum(row["write_seconds"] or 0.0 for row in result["publish"] if row["iteration"] == k - 1),
+    )
+
+
+def saving(found: Sequence[Spent]) -> str:
+    """How long the trainer was idle for checkpoints and written weights, as a share of the iterations' time.
+
+    Of written weights that is what such iterations have more than the others, beyond steps, waits and checkpoints;
+    unknown (nan) where all iterations have them. With η = 0 the trainer waits for groups meanwhile.
+    """
+    counted = [one for one in found if one.seconds]
+    quiet = [one.other for one in counted if one.writes == 0]
+    usual = statistics.median(quiet) if quiet else float("nan")
+    checkpoints = [one.checkpoint for one in counted if one.checkpoint]
+    written = [np.maximum(0.0, one.other - usual) for one in counted if one.writes > 0]
+    whole = sum(one.seconds or 0.0 for one in counted)
+    return (
+        f"Trainer idle in {len(counted)} iterations, {whole:.1f} s: {len(checkpoints)} checkpoints "
+        f"{sum(checkpoints):.2f} s, {len(written)} writes of weights {sum(written):.2f} s, together "
+        f"{(sum(checkpoints) + sum(written)) / whole:.2%}; waits for groups {sum(one.waits for one in counted):.1f} s"
+    )
 
 
 def layout_of(result: Result) -> Layout:
@@ -168,26 +289,28 @@ def layout_of(result: Result) -> Layout:
 
 
 def times_of(result: Result) -> Times:
-    """The times of a run for the simulation, without its first iteration. The fixed part is what no stage says."""
+    """The times of a run for the simulation, of all iterations that have one. The fixed part is what no stage says."""
     step, per_sample, per_token = step_times(result["decoding"])
-    layout, count = layout_of(result), len(intervals(result))
-    busy = sum(seconds_of(result, "train").values())
-    publish = sum(seconds_of(result, "publish").values()) / count
+    layout, each, waited = layout_of(result), intervals(result), waits(result)
+    busy = sum(seconds for k, seconds in seconds_of(result, "train").items() if k in each)
+    publish = sum(seconds for k, seconds in seconds_of(result, "publish").items() if k in each) / len(each)
     alone = publish if layout.eta == 0 else 0.0  # else it is concurrent with training
     return Times(
         step=step,
         step_per_sample=per_sample,
         step_per_token=per_token,
-        train_rate=sum(int(row["tokens"]) for row in result["train"] if row["iteration"] > 0) / busy / layout.training,
-        train_fixed=(sum(intervals(result)) - sum(waits(result).values()) - busy) / count - alone,
+        train_rate=sum(int(row["tokens"]) for row in result["train"] if row["iteration"] in each)
+        / busy
+        / layout.training,
+        train_fixed=(sum(each.values()) - sum(waited[k] for k in each) - busy) / len(each) - alone,
         publish=publish,
         publish_waits=layout.eta == 0,
     )
 
 
 def seconds_of(result: Result, stage: str) -> dict[int, float]:
-    """Seconds of a stage by iteration, without the first."""
-    return {s["iteration"]: s["seconds"] for s in result["stages"] if s["stage"] == stage and s["iteration"] > 0}
+    """Seconds of a stage by iteration."""
+    return {s["iteration"]: s["seconds"] for s in result["stages"] if s["stage"] == stage}
 
 
 def waits(result: Result) -> dict[int, float]:
@@ -196,25 +319,25 @@ def waits(result: Result) -> dict[int, float]:
     return {c["iteration"] + 1: max(0.0, ends[c["iteration"] + 1] - c["committed"]) for c in result["commits"][:-1]}
 
 
-def intervals(result: Result) -> list[float]:
-    """Seconds of each iteration but the first."""
-    times = [float(commit["committed"]) for commit in result["commits"]]
-    return [later - earlier for earlier, later in pairwise(times)]
+def intervals(result: Result) -> dict[int, float]:
+    """Seconds of each iteration but the first of each start."""
+    times = {commit["iteration"]: float(commit["committed"]) for commit in result["commits"]}
+    return {k: times[k] - times[k - 1] for k in times.keys() - set(starts(result))}
 
 
 def simulate(result: Result) -> str:
-    """The run simulated, iteration by iteration; what its times give for split GPUs over long runs."""
-    times, run = times_of(result), result["run"]
+    """The run simulated, by iteration until it was restarted; what its times give for split GPUs over long runs."""
+    times, run, layout = times_of(result), result["run"], layout_of(result)
     load = Load(longest=8000, prompt=64, iterations=result["iterations"], sigma=0.0 if "-equal" in run else Load.sigma)
-    real = intervals(result)
-    layout = layout_of(result)
-    half = layout.gpus // 2
+    unbroken, half = starts(result)[1:] or [result["iterations"]], layout.gpus // 2
+    real = {k: seconds for k, seconds in intervals(result).items() if k < unbroken[0]}
     ends = Simulation(load, layout, times).run().ends
-    ours = [later - earlier for earlier, later in pairwise(ends)][: len(real)]
-    lines = [str(times), "| iteration | " + " | ".join(str(k + 1) for k in range(len(real))) + " | all |"]
+    ours = {k: ends[k] - ends[k - 1] for k in real}
+    lines = [str(times), "| iteration | " + " | ".join(str(k) for k in real) + " | all |"]
     for name, found in (("simulated", ours), ("measured", real)):
-        lines.append(f"| {name} | {' | '.join(f'{seconds:.1f}' for seconds in found)} | {sum(found):.1f} |")
-    lines += [f"simulated ÷ measured: {sum(ours) / sum(real):.3f}", "", SIMULATED]
+        shown = " | ".join(f"{seconds:.1f}" for seconds in found.values())
+        lines.append(f"| {name} | {shown} | {sum(found.values()):.1f} |")
+    lines += [f"simulated ÷ measured: {sum(ours.values()) / sum(real.values()):.3f}", "", SIMULATED]
     lines += [
         simulated_row(load, Layout(half, half, eta, mode=mode), times)
         for mode in ("in_place", "abort")
@@ -231,14 +354,19 @@ def main() -> None:
         one.add_argument(name)
     for name in ("logs", "result"):
         one.add_argument(name, type=Path)
-    commands.add_parser("table").add_argument("results", type=Path, nargs="+")
+    tables = {name: commands.add_parser(name) for name in ("table", "training")}
+    for several in tables.values():
+        several.add_argument("results", type=Path, nargs="+")
+    without = "seconds of an iteration of shared-0, if no file has it"
+    tables["table"].add_argument("--baseline", type=float, default=float("nan"), help=without)
     for name in ("idle", "simulate"):
         commands.add_parser(name).add_argument("result", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "collect":
         write_json(arguments.result, collect(open_store(arguments.store), arguments.run, arguments.logs))
-    elif arguments.command == "table":
-        print(table([json.loads(file.read_text()) for file in arguments.results]))
+    elif arguments.command in tables:
+        results = [json.loads(file.read_text()) for file in arguments.results]
+        print(training(results) if arguments.command == "training" else table(results, arguments.baseline))
     else:
         print({"idle": idle, "simulate": simulate}[arguments.command](json.loads(arguments.result.read_text())))
 

@@ -2,14 +2,17 @@
 # Asynchronous and synchronous runs under one fixed load on two or more GPUs: 64 × 8 samples an iteration, as long as
 # benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
 #
-#   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …     LAYOUT-η[-abort][-equal][-saves][@SECONDS]
-#   GPUS=4 benchmarks/gpu/fixed_load.sh split-4@290 shared-0@250 split-1      two generate and two train; all four do both
+#   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …   LAYOUT-η[-abort][-equal][-saves][-zero3][@SECONDS]
+#   GPUS=4 benchmarks/gpu/fixed_load.sh split-4@290 shared-0@250 split-1    two generate and two train; all four do both
+#   GPUS=4 SHAPE=7b MORE=trainer.gradient_checkpointing=true benchmarks/gpu/fixed_load.sh shared-0-equal@290 shared-0-equal-zero3@290
 #
 # split: the first half of the GPUs trains, the second generates. shared: all do both in turn. one: one GPU does both.
 # equal: all samples have 600 tokens. saves: weights are written every tenth version, a checkpoint after 90 s of training.
-# A run is ended after its SECONDS (240), starts included, or ITERATIONS (60). GPUS (2; an even number, another FOLDER for
-# each), SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), MORE (further
-# overrides). CPU=1: the embedded server and one process, to try the script itself.
+# zero3: DeepSpeed, ZeRO-3, in place of FSDP2. What 7b needs: docs/guides/memory.md.
+# A run is ended after its SECONDS (240), starts included, or ITERATIONS (60); the same case again resumes it. If the
+# script itself is ended (SIGTERM), it collects what the run's tables have by then. GPUS (2; an even number, another
+# FOLDER for each), SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), MORE
+# (further overrides). CPU=1: the embedded server and one process, to try the script itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -46,6 +49,7 @@ run() {  # CASE SECONDS
   local own=("run=$name" "rollout.max_head_offpolicyness=$eta")
   [[ $name != *-abort* ]] || own+=(rollout.interruption=abort)
   [[ $name != *-equal* ]] || sigma=0.0
+  [[ $name != *-zero3* ]] || own+=(trainer.backend=deepspeed trainer.zero_stage=3)
   [[ $name != *-saves* ]] || saves="trainer.weights_every=10 trainer.recover_within_seconds=90"
   [ -z "${CPU:-}" ] || saves=trainer.weights_every=1
   [ -z "${CPU:-}" ] || median=8
@@ -53,10 +57,21 @@ run() {  # CASE SECONDS
   echo "── $(date +%T) $name: ${own[*]}"
   # shellcheck disable=SC2086
   timeout --signal=TERM --kill-after=20 "$2" python3 -c 'from flows.cli.main import main; main()' run \
-    benchmarks/gpu/iteration.yaml $common ${!layout} $saves ${MORE:-} "${own[@]}" >"$log" 2>&1 || status=$?
+    benchmarks/gpu/iteration.yaml $common ${!layout} $saves ${MORE:-} "${own[@]}" >"$log" 2>&1 &
+  trap "ended $name $!" TERM INT
+  wait $! || status=$?
+  trap - TERM INT
   grep -oE "iteration [0-9]+ done.*" "$log" | tail -n 2 || true
   [ $status = 0 ] || [ $status = 124 ] || { echo "ended with $status"; tail -n 8 "$log"; }
-  python3 -m benchmarks.gpu.fixed_load collect "$AREALFLOW_STORE" "$name" "$AREALFLOW_HOME/logs" "$RESULTS/$name.json" || true
+  collect "$name" || true
+}
+
+collect() { python3 -m benchmarks.gpu.fixed_load collect "$AREALFLOW_STORE" "$1" "$AREALFLOW_HOME/logs" "$RESULTS/$1.json"; }
+
+ended() {  # CASE PROCESS: the run goes on while its tables are read, since there may be no time left after its end
+  collect "$1" || true
+  kill -TERM "$2"
+  exit 143
 }
 
 freed() {  # wait until the GPUs are free: a server that starts while others end counts their memory as its own
@@ -66,8 +81,9 @@ freed() {  # wait until the GPUs are free: a server that starts while others end
   done
 }
 
-for case in "$@"; do
+for word in "$@"; do
   freed
-  run "${case%@*}" "$([[ $case == *@* ]] && echo "${case#*@}" || echo 240)"
+  run "${word%@*}" "$([[ $word == *@* ]] && echo "${word#*@}" || echo 240)"
 done
 python3 -m benchmarks.gpu.fixed_load table "$RESULTS"/*.json
+python3 -m benchmarks.gpu.fixed_load training "$RESULTS"/*.json

@@ -9,6 +9,21 @@ from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
 RECIPE: Final = "benchmarks/gpu/iteration.yaml"
+#: To try a measurement without a GPU.
+TRAINER_ON_CPU: Final = (
+    "model.dtype=float32",
+    "trainer.backend=local",
+    "trainer.compile=false",
+    "trainer.threads=1",
+)
+ON_CPU: Final = (
+    *TRAINER_ON_CPU,
+    "inference.engine=embedded",
+    "inference.flags={}",
+    "inference.memory_fraction=0",
+    "trainer.weights_every=1",
+    "inference.threads=1",
+)
 #: Passes: with the recipe's number of tokens the GPU would be done with a small model's pass before the host.
 #: Seconds to recover: eight iterations' training, so that one checkpoint falls into the part of a run that is measured.
 OF_SHAPE: Final[dict[str, dict[str, str]]] = {

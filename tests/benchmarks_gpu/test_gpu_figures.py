@@ -15,14 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LIMIT, alive, wait_until
 
 from benchmarks import trainer_core
+from benchmarks.asynchrony_learning import Learned
+from benchmarks.gpu import fixed_load
 from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
-from benchmarks.gpu.fixed_load import layout_of
+from benchmarks.gpu.learn_asynchrony import accuracy_at, interval, print_comparison
 from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
 from benchmarks.gpu.results import load, record, run_limited
 from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, split, steady_rows, summary
 from benchmarks.gpu.server_log import cache_of
+from benchmarks.gpu.servers import Answer, Load
 from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
 from benchmarks.simulate import Layout
@@ -457,4 +460,86 @@ def test_the_smollm2_recipes_ask_the_same_question() -> None:
     ],
 )
 def test_a_run_is_simulated_on_as_many_gpus_as_it_had(result: dict[str, Any], layout: Layout) -> None:
-    assert layout_of(result) == layout
+    assert fixed_load.layout_of(result) == layout
+
+
+# ── runs under one fixed load ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def loaded_run(run: str, restart: int, owners: bool) -> dict[str, Any]:
+    """Twelve iterations: 7 s of training and 3 s of waiting, 600 s more before the one that a restart is in.
+
+    After 5 and 10 a checkpoint takes 2 s more, and weights are written while 7 runs, which takes it 1 s more.
+    """
+    found: dict[str, Any] = {"run": run, "iterations": 60, "shape": "tiny", "lengths": [{"tokens": 40, "squares": 400}]}
+    found |= {"trainer": {"backend": "deepspeed", "zero_stage": 3, "ranks": 2}, "memory": [{"rank": 0, "bytes": 2**30}]}
+    found |= {name: [] for name in ("commits", "stages", "train", "publish", "samples")}
+    clock = 0.0
+    for k in range(12):
+        clock += 600.0 * (k == restart)
+        extra, closing = 1.0 * (k == 7), 2.0 * (k in (5, 10))
+        for stage, began, took in (("rollout", clock, 3.0), ("train", clock + 3 + extra, 7.0)):
+            found["stages"].append({"iteration": k, "stage": stage, "started": began, "seconds": took})
+        clock += 10.0 + extra + closing
+        commit = {"iteration": k, "committed": clock, "checkpoint_version": k + 1 if closing else None}
+        commit["checkpoint_version"] = max([6 * (k >= 5), 11 * (k >= 10)]) or None
+        found["commits"].append(commit | ({"owner": 1 + (k >= restart)} if owners else {}))
+        found["train"].append({"iteration": k, "tokens": "1400", "seconds": 7.0})
+        written = 0.5 * (k == 6)
+        found["publish"].append({"iteration": k, "transport": "nccl", "write_seconds": written, "load_seconds": 0.25})
+        found["stages"].append({"iteration": k, "stage": "publish", "started": clock, "seconds": 0.5})
+    return found
+
+
+@pytest.mark.parametrize("owners", [True, False])
+def test_a_restart_is_no_iterations_time(owners: bool) -> None:
+    result = loaded_run("split-1-saves", 4, owners)
+    assert fixed_load.starts(result) == [0, 4]
+    assert fixed_load.intervals(result) == {1: 10, 2: 10, 3: 10, 5: 12, 6: 10, 7: 11, 8: 10, 9: 10, 10: 12, 11: 10}
+    assert fixed_load.steady(result) == [2, 3, 6, 7, 8, 9, 10, 11]
+    assert fixed_load.seconds(result) == 83 / 8
+    assert fixed_load.starts(loaded_run("split-1-saves", 12, owners)) == [0]
+
+
+def test_saving_is_told_from_waiting_for_groups() -> None:
+    said = fixed_load.idle(loaded_run("split-1-saves", 4, True))
+    assert "| 4 | restart |" in said
+    assert "| 7 | 11.00 | 7.00 | 3.00 | 0.00 | 1.00 | 0.50 |" in said
+    assert "2 checkpoints 4.00 s, 1 writes of weights 1.00 s, together 4.76%; waits for groups 30.0 s" in said
+
+
+def test_the_table_of_training_has_the_share_of_one_ranks_chip() -> None:
+    last = fixed_load.training([loaded_run("shared-0", 12, True)]).splitlines()[-1].split(" | ")
+    used = mfu(SHAPES["tiny"], 1400 / 7 / 2, 10)
+    assert last[2:] == ["deepspeed 3, ranks: 2", "11", "200", f"{used:.3f}", "1.0", "0.50", "0.25", "nccl |"]
+
+
+def test_the_tokens_of_a_sample_count_evenly_over_its_time() -> None:
+    load = Load(None, argparse.Namespace())  # type: ignore[arg-type]
+    load.answers = [Answer("a", 0.0, 10.0, 100), Answer("a", 8.0, 12.0, 40), Answer("b", 0.0, 20.0, 1000)]
+    assert load.rate(5.0, 10.0, ["a"]) == (100 * 5 / 10 + 40 * 2 / 4) / 5
+    assert load.rate(0.0, 20.0, ["a", "b"]) == 1140 / 20 and load.rate(12.0, 20.0, ["a"]) == 0.0
+
+
+# ── learning with η ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def learned(variant: str, seconds: float, *accuracies: float) -> Learned:
+    """A run of 20 iterations, evaluated at versions 0, 10 and 20."""
+    elapsed, versions = [seconds * k for k in range(20)], (0, 10, 20)
+    pairs = list(zip(versions, accuracies, strict=True))
+    return Learned(variant, 1, [0.5] * 20, elapsed, accuracies[-1], 0, 0.0, pairs, 100, "0123456789", "a chip")
+
+
+def test_runs_are_compared_after_equal_iterations_and_at_equal_wall_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = learned("eta-0", 2.0, 0.1, 0.2, 0.4)
+    assert accuracy_at(slow, 18.0) == pytest.approx(0.2)  # when iteration 9 had ended, which made version 10
+    assert accuracy_at(slow, 19.0) == pytest.approx(0.21)
+    print_comparison([slow, learned("eta-4", 1.0, 0.1, 0.2, 0.39)])
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert row == "| 1 | a chip | 01234567 | 100 | 20 | 39.00 40.00 | 19 | 20 10 | 39.00 21.00 |"
+    assert "equal iterations -1.00 (one seed), at equal wall-clock +18.00 (one seed)" in last
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([0.01, 0.02, 0.03]) == "+2.00 ± 2.48 (3 seeds)"  # 4.303 · 1 / √3
