@@ -145,14 +145,14 @@ def idle(result: Result) -> str:
     """When the trainer did not train, by iteration, and what was saved meanwhile."""
     trained, waited = seconds_of(result, "train"), waits(result)
     written = {row["iteration"]: row["write_seconds"] or 0.0 for row in result["publish"]}
-    checkpoints = [commit["checkpoint_version"] for commit in result["commits"]]
+    checkpoints = {commit["checkpoint_version"] for commit in result["commits"]}
     lines = [
         "| iteration | seconds | training | waits for groups | else | weights written, s | checkpoint |",
         "|---|---|---|---|---|---|---|",
     ]
     for k, each in enumerate(intervals(result), start=1):
         rest = each - trained[k] - waited[k]
-        checkpoint = "yes" if checkpoints[k] != checkpoints[k - 1] else ""
+        checkpoint = "yes" if k + 1 in checkpoints else ""  # begun here
         parts = " | ".join(f"{part:.2f}" for part in (each, trained[k], waited[k], rest, written.get(k, 0.0)))
         lines.append(f"| {k} | {parts} | {checkpoint} |")
     return "\n".join(lines)
