@@ -134,7 +134,10 @@ def held_back() -> Iterator[Event]:
 
 
 def fail_once(player: Player) -> str:
-    """The last rank cannot reach the store for one checkpoint: what this rank is told. The next one succeeds."""
+    """The last rank cannot reach the store for one checkpoint: what this rank is told.
+
+    The next one succeeds, and is loaded; for it the store is elsewhere, so that each rank puts files of its own folder.
+    """
 
     def away(*_: Any) -> None:
         raise Unavailable("the store is away")
@@ -146,7 +149,8 @@ def fail_once(player: Player) -> str:
             player.finish(player.begin("fails"))
         except StoreError as error:
             told = f"{type(error).__name__}: {error}"
-    player.finish(player.begin("again"))
+    player.trainer.writer.store = cast(Store, FarAway(player.trainer.store))
+    player.load(player.finish(player.begin("again")))
     return told
 
 
