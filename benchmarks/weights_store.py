@@ -25,7 +25,8 @@ from areal_tasks.engines.trainer.snapshot import Snapshot
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import commit_weights, materialise, read_weights, upload
+from areal_tasks.store.objects.files import commit_weights, materialise, read_weights
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from benchmarks.store import machine
 
@@ -68,9 +69,9 @@ def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, 
         with measured("fetched and verified", gb, server):
             there = materialise(store, read_weights(store, ref).files, Path(folder), verify=True)
         again = paths.checkpoint_attempt(run, version, attempt)
-        known = {file.path.removeprefix(f"{prefix}/"): file.sha256 for file in files}
+        names = [file.path.removeprefix(f"{prefix}/") for file in files]
         with measured("written from a folder", gb, server):
-            upload(store, again, there, known)
+            parallel(lambda name: store.put_file(f"{again}/{name}", there / name), names)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import Built
+from areal_tasks.stages.checkpoint import Checkpoints
 from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.replay import loop_of
+from areal_tasks.stages.stage import Context
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.runs import Run, load_run, open_run
+from schemas.manifest import WeightsRef
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
 
@@ -92,24 +95,40 @@ def drive(
     origin: Origin | None = None,
     segments: Sequence[tuple[int, Recipe]] = (),
     store: Store | None = None,
+    waits: bool = False,
 ) -> Run:
-    """Bring a run to its end, in this process; its store is that of `folder` unless another one is named."""
+    """Bring a run to its end, in this process; its store is that of `folder` unless another one is named.
+
+    With `waits` each iteration makes a checkpoint, and waits for it.
+    """
     store = store or store_in(folder)
     stored = read_stored_run(store, name)
     recipe, _ = stored.recipe_to_continue(recipe)
     run = open_run(store, name, recipe, origin=origin, segments=segments, stored=stored)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
-        loop_of(run)(run, recipe, engines, retrying(execute))()
+        loop = loop_of(run)(run, recipe, engines, retrying(execute))
+        if waits:
+            loop._checkpoints = Waiting()
+        loop()
     return run
 
 
-def finished(folder: Path, name: str, recipe: Recipe) -> Run:
+class Waiting(Checkpoints):
+    """A checkpoint of each version, which its commit names."""
+
+    def after(
+        self, context: Context, built: Mapping[str, Built], needed: bool, last: bool
+    ) -> tuple[WeightsRef | None, float]:
+        return super().after(context, built, True, last)
+
+
+def finished(folder: Path, name: str, recipe: Recipe, waits: bool = False) -> Run:
     """As `drive`, but a copy where a run of that name and recipe has been made in this test run already.
 
     Not for what depends on more than its recipe, such as a verifier that reads the environment.
     """
-    key = hashlib.sha256(f"{name} {recipe.model_dump_json()}".encode()).hexdigest()[:16]
-    made = session_folder.once(f"run-{key}", lambda place: drive(place, name, recipe))
+    key = hashlib.sha256(f"{name} {waits} {recipe.model_dump_json()}".encode()).hexdigest()[:16]
+    made = session_folder.once(f"run-{key}", lambda place: drive(place, name, recipe, waits=waits))
     shutil.copytree(made, folder, dirs_exist_ok=True)
     return load_run(store_in(folder), name)
 

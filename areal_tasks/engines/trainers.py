@@ -88,6 +88,11 @@ class ResidentTrainer:
         with self._locked() as client:
             return self._after(client, train)
 
+    def as_it_is(self) -> TrainerClient:
+        """The trainer, whatever it holds."""
+        with self._lock:
+            return self._connected()
+
     def keeping(self, train: StageManifest) -> TrainerClient:
         """The trainer, with the weights that a train stage made: as its policy, or as the copy that it keeps."""
         with self._locked() as client:

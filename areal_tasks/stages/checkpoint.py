@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from areal_tasks.engines.handover import write_weights
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.trainer.commands import Checkpoint, Written
+from areal_tasks.engines.trainer.commands import Checkpoint, Done, Finish, Finished
 from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.engines.trainers import stage_of
 from areal_tasks.stages.build import Built
@@ -27,35 +28,99 @@ from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 log = logging.getLogger(__name__)
 
 
-def next_checkpoint(context: Context, built: Mapping[str, Built], needed: bool) -> tuple[WeightsRef | None, float]:
-    """The newest checkpoint after this iteration, written now if it is due or `needed`; seconds of training since."""
-    held, since = (context.previous.checkpoint, since_checkpoint(context.previous)) if context.previous else (None, 0.0)
-    recipe = context.recipe
-    if isinstance(recipe, EvaluateRecipe):
+@dataclass(frozen=True)
+class UnderWay:
+    """A checkpoint that the trainer is writing, begun after `since` seconds of training since the one before."""
+
+    version: int
+    attempt: str
+    started: str
+    since: float
+
+    def finished(self, context: Context, wait: bool) -> WeightsRef | None:
+        """Commit it if it is written; `wait` for that. Its manifest counts once the commit of an iteration names it.
+
+        Raises TrainerDown if the trainer has ended meanwhile: its next process knows nothing of it.
+        """
+        run, prefix = context.run, paths.checkpoint_attempt(context.run.name, self.version, self.attempt)
+        command = Finish(owner=run.owner, version=self.version, prefix=prefix, wait=wait)
+        files = context.engines.actor.as_it_is().run(command, Finished).files
+        if files is None:
+            return None
+        provenance = make_provenance(run.owner, self.started)
+        return commit_weights(context.store, run.name, self.version, self.attempt, "checkpoint", files, provenance)
+
+
+class Checkpoints:
+    """The checkpoints of a run, of which at most one is under way, while later iterations train."""
+
+    def __init__(self) -> None:
+        self.under_way: UnderWay | None = None
+
+    def after(
+        self, context: Context, built: Mapping[str, Built], needed: bool, last: bool
+    ) -> tuple[WeightsRef | None, float]:
+        """The newest checkpoint that is written after this iteration, and the seconds of training since its version.
+
+        One that is due is begun; one of this version is waited for if it is `needed`. The `last` iteration of a run
+        waits for one that is under way, or else for one that is due.
+        """
+        held, since = _newest(context.previous)
+        if isinstance(context.recipe, EvaluateRecipe):
+            return held, since
+        train = built["train"].manifest
+        if needed:
+            self.under_way = None  # another takes its place
+        waited = last and self.under_way is not None
+        held, since = self._taken(context, held, since + train.metrics["train_seconds"], last)
+        due = since >= context.recipe.trainer.recover_within_seconds and not waited
+        if needed or (due and self.under_way is None):
+            self._begin(context, train, since)
+            if needed or last:
+                held, since = self._taken(context, held, since, wait=True)
         return held, since
-    since += built["train"].manifest.metrics["train_seconds"]
-    if since < recipe.trainer.recover_within_seconds and not needed:
-        return held, since
-    try:
-        return write_checkpoint(context, built["train"].manifest), 0.0
-    except (TrainerDown, StoreError) as error:  # tables suffice to retrain: the next iteration tries again
-        log.warning("no checkpoint of version %d: %s", context.iteration + 1, error)
-        return held, since
+
+    def _taken(
+        self, context: Context, held: WeightsRef | None, since: float, wait: bool
+    ) -> tuple[WeightsRef | None, float]:
+        """The checkpoint under way if it is written by now, else the one that was held."""
+        if (under_way := self.under_way) is None:
+            return held, since
+        try:
+            found = under_way.finished(context, wait)
+        except (TrainerDown, StoreError) as error:
+            self._failed(under_way.version, error)
+            return held, since
+        if found is None:
+            return held, since
+        self.under_way = None
+        return found, max(since - under_way.since, 0.0)
+
+    def _begin(self, context: Context, train: StageManifest, since: float) -> None:
+        """Have the trainer copy all that it needs to continue from the result of `train`, and write the copy."""
+        version, attempt = train.iteration + 1, new_attempt()
+        prefix = paths.checkpoint_attempt(context.run.name, version, attempt)
+        try:
+            trainer = context.engines.actor.after(train)
+            self.under_way = UnderWay(version, attempt, now(), since)
+            trainer.run(Checkpoint(owner=context.run.owner, version=version, prefix=prefix), Done)
+        except (TrainerDown, StoreError) as error:
+            self._failed(version, error)
+
+    def _failed(self, version: int, error: Exception) -> None:
+        """Nothing is lost but time at a restart: tables suffice to retrain. The next iteration tries again."""
+        self.under_way = None
+        log.warning("no checkpoint of version %d: %s", version, error)
+
+
+def _newest(commit: IterationCommit | None) -> tuple[WeightsRef | None, float]:
+    """The checkpoint that a commit names, and the seconds of training since."""
+    return (commit.checkpoint, since_checkpoint(commit)) if commit else (None, 0.0)
 
 
 def since_checkpoint(commit: IterationCommit) -> float:
     """Seconds of training that a restart after `commit` would repeat."""
     return float(commit.state["train_seconds_since_checkpoint"])
-
-
-def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
-    """Have the trainer write all that it needs to continue from the result of `train`, and commit it."""
-    run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
-    prefix = paths.checkpoint_attempt(run.name, version, attempt)
-    command = Checkpoint(owner=run.owner, version=version, prefix=prefix)
-    files = context.engines.actor.after(train).run(command, Written).files
-    provenance = make_provenance(run.owner, started)
-    return commit_weights(context.store, run.name, version, attempt, "checkpoint", files, provenance)
 
 
 def restored_weights(context: Context) -> WeightsRef | None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds, carried, find_built
 from areal_tasks.stages.changing import Changes
-from areal_tasks.stages.checkpoint import next_checkpoint, restored_weights
+from areal_tasks.stages.checkpoint import Checkpoints, restored_weights
 from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
@@ -70,6 +70,7 @@ class Loop:
         self.restored: WeightsRef | None = None  # replaces the head's weights
         self.generation: Generation | None = None
         self._overlap = Overlap(self.execute)
+        self._checkpoints = Checkpoints()
         self._ahead: Future[tuple[dict[str, Built], list[int]]] | None = None  # its results, and its groups
 
     @property
@@ -369,8 +370,10 @@ class Loop:
         return found
 
     def _checkpoint(self, context: Context, built: Mapping[str, Built]) -> tuple[WeightsRef | None, float]:
-        """The newest checkpoint after an iteration, and the seconds of training since."""
-        return next_checkpoint(context, built, self.engines.resizes(self.recipe_at(context.iteration + 1)))
+        """The newest checkpoint after an iteration, and the seconds of training since its version."""
+        following = context.iteration + 1
+        needed = self.engines.resizes(self.recipe_at(following))
+        return self._checkpoints.after(context, built, needed, last=following == self.last)
 
     def _new_weights(self, context: Context, built: Mapping[str, Built]) -> WeightsRef:
         """The weights after an iteration, published now or later; the initial ones if nothing is trained."""

@@ -255,7 +255,7 @@ def spent(result: Result, k: int) -> Spent:
         seconds=intervals(result).get(k),
         steps=next(row["seconds"] for row in result["train"] if row["iteration"] == k),
         waits=waits(result)[k],
-        checkpoint=closed if by[k]["checkpoint_version"] != by[k - 1]["checkpoint_version"] else 0.0,
+        checkpoint=closed if k + 1 in {row["checkpoint_version"] for row in result["commits"]} else 0.0,  # begun here
         writes=sum(row["write_seconds"] or 0.0 for row in result["publish"] if row["iteration"] == k - 1),
     )
 

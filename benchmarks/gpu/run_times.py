@@ -43,6 +43,7 @@ def join(tables: dict[str, list[Row]], raw: Sequence[Row] = ()) -> list[Row]:
     by = [{row["iteration"]: row for row in part} for part in parts]
     found: list[Row] = []
     before: Row = {}
+    saved = {commit["checkpoint_version"] for commit in tables["commits"]}
     for commit in sorted(tables["commits"], key=lambda row: row["iteration"]):
         k, fresh = commit["iteration"], commit["owner"] != before.get("owner")
         stages = {s["stage"]: s for s in tables["stages"] if s["iteration"] == k}
@@ -53,7 +54,7 @@ def join(tables: dict[str, list[Row]], raw: Sequence[Row] = ()) -> list[Row]:
         row["table_bytes"] = sum(s["bytes"] for s in stages.values())
         last = max((s["committed"] for s in stages.values()), default=commit["committed"])
         row["closing"] = commit["committed"] - last
-        row["checkpoint"] = commit["checkpoint_version"] == k + 1
+        row["checkpoint"] = k + 1 in saved  # begun here; a later commit may be the first that names it
         row["after_checkpoint"] = not fresh and found[-1]["checkpoint"]
         for table in by:
             row |= table.get(k, {})
@@ -92,7 +93,7 @@ def split(row: Row) -> Row:
     """What of an iteration was generation, training, weights, and the rest.
 
     Generation lasts from the first request to the last answer (all of an iteration's are sent at once); training is
-    its optimizer steps; weights are writing and loading them, and the closing commit where it waits for a checkpoint.
+    its optimizer steps; weights are writing and loading them, and the closing commit where a checkpoint is begun.
     """
     generation, training = row.get("generation") or 0.0, row.get("steps") or 0.0
     overhead = row["wall"] - generation - training

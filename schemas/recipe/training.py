@@ -132,7 +132,7 @@ class Trainer(Section):
         60.0,
         gt=0,
         le=86400,
-        description="Longest time to retrain after a crash; sets the checkpoint interval.",
+        description="Training after which a checkpoint is due: about the longest time to retrain after a crash.",
         live=True,
     )
     threads: int = operational(0, ge=0, le=1024, description="CPU threads of a rank; 0 is all cores.")

@@ -47,7 +47,6 @@ def short(iterations: int = ITERATIONS) -> Recipe:
         schedule={"iterations": iterations},
         rollout={"groups": 2, "group_size": 2},
         evaluation={"every": 0, "limit": 0, "max_new_tokens": 256},
-        trainer={"recover_within_seconds": 1e-6},
     )
 
 
@@ -55,7 +54,7 @@ def short(iterations: int = ITERATIONS) -> Recipe:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the finished run `r`: four iterations, a checkpoint after each. Not to be altered."""
     folder = tmp_path_factory.mktemp("whole")
-    run = finished(folder, "r", short())
+    run = finished(folder, "r", short(), waits=True)
     append_log(run.store, "r", "finished", {"owner": 1})
     return folder
 

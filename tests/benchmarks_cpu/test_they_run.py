@@ -1,4 +1,4 @@
-"""Each benchmark of `make bench`, and `scale`, at a tiny size: the tables and servers that they use change."""
+"""The benchmarks of `make bench`, `scale` and `checkpoint`, at a tiny size: the tables and servers they use change."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from benchmarks import embedded
 
 SCALE = ["--iterations=3", "--samples=64", "--token-iterations=1", "--workers=0"]
+CHECKPOINT = ["tiny", "--eager", "--rows=2", "--length=16", "--repeats=1", "--mb-per-second=10"]
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,7 @@ SCALE = ["--iterations=3", "--samples=64", "--token-iterations=1", "--workers=0"
         ("store", ["--iterations=2", "--samples=16"], "a further float column on disk"),
         ("embedded", ["--rounds=2", "--threads=1"], "| 4 | 256 | 32 |"),
         ("scale", SCALE, "merging the whole run"),
+        ("checkpoint", CHECKPOINT, "a step beside the write"),
         pytest.param(
             "overhead",
             ["--iterations=8"],

@@ -112,7 +112,7 @@ def test_a_replay_on_s3(store: Store, folder: Path, start: str, until: str, chan
 def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Server, folder: Path) -> None:
     store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}")
     recipe = tiny(trainer=OFTEN, schedule={"iterations": LONG})
-    parent = ended(drive(folder, "parent", recipe, store=store))
+    parent = ended(drive(folder, "parent", recipe, store=store, waits=True))
     shorter = tiny(trainer={**OFTEN, "lr": 0.003}, schedule={"iterations": AT + 1})
     ended(drive(folder, "child", shorter, origin=Origin("parent", AT), store=store))
     roots = {name: audit(store, name).root for name in ("parent", "child")}

@@ -28,7 +28,7 @@ OFTEN = {"recover_within_seconds": 1e-6}
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder whose store holds `often`, with a checkpoint an iteration, and `rare`, without any."""
     folder = tmp_path_factory.mktemp("made")
-    drive(folder, "often", tiny(trainer=OFTEN))
+    drive(folder, "often", tiny(trainer=OFTEN), waits=True)
     drive(folder, "rare", tiny())
     return folder
 

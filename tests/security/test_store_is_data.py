@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import save
 from stage_driver import tiny
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.checkpoint import held_parameters, load_parameters, save_parameters
+from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.policy import read_policy
 from schemas.errors import UserError
 
@@ -77,7 +78,7 @@ def by_a_detour(command: str) -> bytes:
 def saved(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    save_parameters(folder, held_parameters(model, optimizer), Progress(0, 0))
+    save(Saving(folder, held_parameters(model, optimizer), Progress(0, 0)))
     return model, optimizer
 
 

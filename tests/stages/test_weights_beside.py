@@ -48,13 +48,3 @@ def test_damage_is_an_error_once_the_servers_have_loaded(written: tuple[Store, W
     assert loaded
     with pytest.raises(UserError, match="damaged"), Fetched().local(store, ref):
         raise RuntimeError("a server could not read it")  # the damage is what has to be said
-
-
-def test_known_digests_are_taken_for_those_of_the_files(tmp_path: Path) -> None:
-    store = open_store(f"file://{tmp_path}/store")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "a").write_bytes(b"1")
-    (folder / "b").write_bytes(b"2")
-    found = upload(store, weights_attempt("r", 0, "x"), folder, {"a": "f" * 64})
-    assert [file.sha256[:4] for file in found] == ["ffff", "d473"]

@@ -25,6 +25,7 @@ from areal_tasks.engines.trainer.learner import Learner, make_plan
 from areal_tasks.engines.trainer.policy import Policy
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings
+from tests.checkpoints import save
 from tests.trainer.trainer_builders import TINY, advantage, rlhf_recipe, rollout
 
 LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
@@ -54,7 +55,7 @@ def play(kind: type[Fsdp2Backend], folder: Path, settings: Settings) -> dict[str
     backend = kind(settings.trainer, settings.model)
     backend.load(folder / "model", 0)
     progress, digest = learn(backend, settings, Progress())
-    backend.save_checkpoint(folder / kind.__name__, progress)
+    save(backend.plan_checkpoint(folder / kind.__name__, progress))
     return {"parts": len(backend.parts), "digest": digest, "after": learn(backend, settings, progress)[1]}
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import save
 from torch import Tensor
 
-from areal_tasks.engines.trainer import checkpoint
+from areal_tasks.engines.trainer import checkpoint, checkpoint_files
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.store.objects.local import file_sha256
 from schemas.errors import UserError
@@ -21,8 +22,8 @@ PIECE = 1 << 10
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 4 * PIECE)
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 4 * PIECE)
 
 
 def held() -> dict[str, dict[str, Tensor]]:
@@ -52,7 +53,7 @@ def assert_same(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Te
 def test_pieces_are_read_back_to_the_bit(tmp_path: Path) -> None:
     torch.manual_seed(1)
     state, found = held(), empty()
-    checkpoint.save_parameters(tmp_path, state, Progress(5, 2))
+    save(checkpoint.Saving(tmp_path, state, Progress(5, 2)))
     assert checkpoint.load_parameters(tmp_path, found) == Progress(5, 2)
     assert_same(state, found)
 
@@ -61,7 +62,7 @@ def test_files_without_a_tensor_that_is_read_need_not_be_there(tmp_path: Path) -
     """What every rank reads is in one file; of the others, those of the tensors that are asked for are fetched."""
     torch.manual_seed(1)
     state, found = held(), empty()
-    checkpoint.save_parameters(tmp_path / "whole", state, Progress(5, 2))
+    save(checkpoint.Saving(tmp_path / "whole", state, Progress(5, 2)))
     here = tmp_path / "here"
     here.mkdir()
     shutil.copy(tmp_path / "whole" / checkpoint.METADATA, here)
@@ -81,7 +82,7 @@ def test_files_without_a_tensor_that_is_read_need_not_be_there(tmp_path: Path) -
 
 
 def test_a_file_that_cannot_be_fetched_is_said_so(tmp_path: Path) -> None:
-    checkpoint.save_parameters(tmp_path, held(), Progress())
+    save(checkpoint.Saving(tmp_path, held(), Progress()))
 
     def fetch(names: Collection[str]) -> None:
         raise UserError("the store is away")
@@ -91,7 +92,7 @@ def test_a_file_that_cannot_be_fetched_is_said_so(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_cut_and_no_view_drags_its_whole_along(tmp_path: Path) -> None:
-    checkpoint.save_parameters(tmp_path, held(), Progress())
+    save(checkpoint.Saving(tmp_path, held(), Progress()))
     chunks = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert len(chunks["parameters.even.weight"].chunks) == 8
     assert len(chunks["parameters.long.weight"].chunks) == 3
@@ -101,10 +102,10 @@ def test_large_tensors_are_cut_and_no_view_drags_its_whole_along(tmp_path: Path)
     assert longest < PIECE + 2048, "a piece and what torch.save says of it"
 
 
-def test_the_digests_are_those_of_the_files(tmp_path: Path) -> None:
-    digests = checkpoint.save_parameters(tmp_path, held(), Progress())
-    assert len(digests) > 4
-    assert digests == {path.name: file_sha256(path) for path in tmp_path.glob("*.distcp")}
+def test_digests_and_sizes_are_those_of_the_files(tmp_path: Path) -> None:
+    files = save(checkpoint.Saving(tmp_path, held(), Progress()))
+    assert len(files) > 4 and checkpoint.METADATA in files
+    assert files == {path.name: (file_sha256(path), path.stat().st_size) for path in tmp_path.iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -118,16 +119,16 @@ def test_checkpoints_of_dcps_own_writer_are_still_read(tmp_path: Path) -> None:
 
 
 def test_what_comes_through_a_buffer_is_the_tensor_alone_and_the_buffer_stays() -> None:
-    host = checkpoint.Host()
+    host = checkpoint_files.Buffer()
     for shape in ((64, 4), (3,), (), (2, 8)):
         tensor = torch.randn(shape)
-        found = host.through_buffer(tensor)
-        assert torch.equal(checkpoint.with_own_storage(found), tensor)
-        assert checkpoint.with_own_storage(found).untyped_storage().nbytes() == tensor.nbytes
-        assert found.data_ptr() == host.buffer.data_ptr()
+        found = host.through(tensor)
+        assert torch.equal(checkpoint_files.with_own_storage(found), tensor)
+        assert checkpoint_files.with_own_storage(found).untyped_storage().nbytes() == tensor.nbytes
+        assert found.data_ptr() == host.memory.data_ptr()
 
 
 def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "__0_1.distcp").mkdir()
     with pytest.raises(IsADirectoryError):
-        checkpoint.save_parameters(tmp_path, held(), Progress())
+        save(checkpoint.Saving(tmp_path, held(), Progress()))

@@ -23,6 +23,8 @@ from areal_tasks.engines.service import SPEC, TOKEN
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
     Done,
+    Finish,
+    Finished,
     Health,
     Load,
     Message,
@@ -93,10 +95,11 @@ def _good(kind: type[Message], answer: httpx.Response) -> Any:
 
 
 def _saved(world: World, one: Service, kind: str, version: int, attempt: str) -> WeightsRef:
-    command = {"weights": Publish, "checkpoint": Checkpoint}[kind]
-    found = command(owner=1, version=version, prefix=world.folder(kind, version, attempt))
-    written = _good(Written, one.post(found.name, found))
-    return world.commit(kind, version, attempt, written.files)
+    named: dict[str, Any] = {"owner": 1, "version": version, "prefix": world.folder(kind, version, attempt)}
+    if kind == "weights":
+        return world.commit(kind, version, attempt, _good(Written, one.post("publish", Publish(**named))).files)
+    _good(Done, one.post("checkpoint", Checkpoint(**named)))
+    return world.commit(kind, version, attempt, _good(Finished, one.post("finish", Finish(**named, wait=True))).files)
 
 
 def test_six_iterations_are_three_a_checkpoint_and_three_in_a_new_process(

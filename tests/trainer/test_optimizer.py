@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import save
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from areal_tasks.engines.trainer import checkpoint
+from areal_tasks.engines.trainer import checkpoint, checkpoint_files
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.fsdp2 import whole
 from areal_tasks.engines.trainer.optimizer import (
@@ -135,9 +136,9 @@ def test_a_large_state_is_written_to_several_files_and_read_back_to_the_bit(
         step_at(optimizer, 0.1)
         return model, optimizer
 
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 100)
     model, optimizer = made(1.0)
-    checkpoint.save_parameters(tmp_path / "some", checkpoint.held_parameters(model, optimizer), Progress(7, 1))
+    save(checkpoint.Saving(tmp_path / "some", checkpoint.held_parameters(model, optimizer), Progress(7, 1)))
     assert len(list((tmp_path / "some").glob("*.distcp"))) > 2
     other, others = made(2.0)
     assert checkpoint.load_parameters(tmp_path / "some", checkpoint.held_parameters(other, others)) == Progress(7, 1)

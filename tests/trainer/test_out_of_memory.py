@@ -10,11 +10,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
-from areal_tasks.engines.trainer.commands import COMMANDS, Checkpoint, Load, Receiver, Send
+from areal_tasks.engines.trainer.checkpoint import Saving
+from areal_tasks.engines.trainer.commands import COMMANDS, Checkpoint, Finish, Load, Receiver, Send
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.launchers.advice import TRAINER_MEMORY, advice
 from schemas.errors import UserError
-from schemas.manifest import WeightsRef
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -23,21 +23,20 @@ def _runs_out(*_: Any, **__: Any) -> NoReturn:
     raise OUT
 
 
-def _state(world: World, trainer: Trainer) -> WeightsRef:
-    written = trainer.checkpoint(Checkpoint(owner=1, version=0, prefix=world.folder("checkpoint", 0, "a")))
-    return world.commit("checkpoint", 0, "a", written.files)
-
-
 def _command(world: World, trainer: Trainer, name: str) -> Any:
     """A command of that name, after which the backend has no memory left."""
     if name == "load":
-        return Load(owner=1, version=0, weights=world.initial, checkpoint=_state(world, trainer))
+        return Load(owner=1, version=0, weights=world.initial, checkpoint=world.checkpoint(trainer, "a"))
     if name == "train":
         table = rollout([9, 4, 13, 6])
         return world.train_command(0, {"rollout": table, "advantage": advantage(table)})
     owned: dict[str, Any] = {"owner": 1, "version": 0}
     if name in ("publish", "checkpoint"):
         return COMMANDS[name].model_validate({**owned, "prefix": world.folder("checkpoint", 0, "b")})
+    if name == "finish":
+        prefix = world.folder("checkpoint", 0, "b")
+        trainer.checkpoint(Checkpoint(**owned, prefix=prefix))
+        return Finish(**owned, prefix=prefix, wait=True)
     if name == "send":
         return Send(**owned, transport="tensor", receivers=(Receiver(url="http://127.0.0.1:9", ranks=1),), token="t")
     if name == "keep":
@@ -50,8 +49,10 @@ def _command(world: World, trainer: Trainer, name: str) -> Any:
 def test_a_command_that_runs_out_names_the_knobs(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.recipe = rlhf_recipe()
     trainer = world.trainer()
+    if name == "finish":
+        monkeypatch.setattr(Saving, "write", _runs_out)  # in a thread
     command = _command(world, trainer, name)
-    for part in ("load", "learn", "score", "named_weights", "save_checkpoint"):
+    for part in ("load", "learn", "score", "named_weights", "plan_checkpoint"):
         monkeypatch.setattr(trainer.backend, part, _runs_out)
     with pytest.raises(UserError) as caught:
         trainer.run(command)

@@ -11,7 +11,7 @@ from live_bytes import LiveBytes
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import make_layout, make_sequences
-from areal_tasks.engines.trainer.commands import Checkpoint, Load, Publish
+from areal_tasks.engines.trainer.commands import Load, Publish
 from areal_tasks.engines.trainer.local import LocalBackend, choose_device
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.settings import Settings, read_settings
@@ -113,12 +113,11 @@ def test_weights_are_published_in_bf16_and_a_checkpoint_keeps_fp32(world: World)
     named = dict(first.backend.named_weights())
     assert {t.dtype for t in named.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in named and "model.embed_tokens.weight" in named  # tied: once
-    refs = {}
-    for kind, command in (("weights", Publish), ("checkpoint", Checkpoint)):
-        written: Any = first.run(command(owner=1, version=1, prefix=world.folder(kind, 1, "a")))
-        refs[kind] = world.commit(kind, 1, "a", written.files)
+    written = first.publish(Publish(owner=1, version=1, prefix=world.folder("weights", 1, "a")))
+    weights = world.commit("weights", 1, "a", written.files)
+    state = world.checkpoint(first, "a")
     second = world.trainer(owner=2)
-    second.load(Load(owner=2, version=1, weights=refs["weights"], checkpoint=refs["checkpoint"]))
+    second.load(Load(owner=2, version=1, weights=weights, checkpoint=state))
     one, two = first.backend, second.backend
     assert isinstance(one, LocalBackend) and isinstance(two, LocalBackend)
     assert torch.equal(_flat(one.master), _flat(two.master))

@@ -6,13 +6,24 @@ import asyncio
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from trainer_builders import World, advantage, rlhf_recipe, rollout
 
-from areal_tasks.engines.trainer.commands import COMMANDS, Compare, Load, Logprobs, Message, Written
+from areal_tasks.engines.trainer.commands import (
+    Checkpoint,
+    Compare,
+    Finish,
+    Finished,
+    Load,
+    Logprobs,
+    Message,
+    Publish,
+    Written,
+)
 from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.s3 import S3Backend
@@ -84,18 +95,24 @@ def test_copies_from_s3_do_not_pile_up(world: World, scratch: Path) -> None:
         assert "config.json" in left and not {name for name in left if not name.endswith((".json", ".jinja", kept))}
         return answer.text
 
-    def put(kind: str, path: str) -> WeightsRef:
-        prefix = world.folder(kind, 1, "a")
-        command = COMMANDS[path[1:]].model_validate({"owner": 1, "version": 1, "prefix": prefix})
-        files = Written.model_validate_json(done(path, command)).files
-        return world.commit(kind, 1, "a", files)
+    def named(kind: str) -> dict[str, Any]:
+        return {"owner": 1, "version": 1, "prefix": world.folder(kind, 1, "a")}
+
+    def put_weights() -> WeightsRef:
+        written = Written.model_validate_json(done("/publish", Publish(**named("weights"))))
+        return world.commit("weights", 1, "a", written.files)
+
+    def put_state() -> WeightsRef:
+        asyncio.run(_post(app, "/checkpoint", Checkpoint(**named("checkpoint"))))
+        found = Finished.model_validate_json(done("/finish", Finish(**named("checkpoint"), wait=True)))
+        return world.commit("checkpoint", 1, "a", found.files or ())
 
     table = rollout([9, 4, 13, 6])
     done("/load", Load(owner=1, version=0, weights=world.initial))
     ask = Logprobs(owner=1, version=0, which="reference", table=world.write("rollout", table), prefix=world.prefix())
     done("/logprobs", ask, ".parquet")
     done("/train", world.train_command(0, {"rollout": table, "advantage": advantage(table)}))
-    weights, state = put("weights", "/publish"), put("checkpoint", "/checkpoint")
+    weights, state = put_weights(), put_state()
     assert '"difference":0.0' in done("/compare", Compare(owner=1, version=1, weights=weights))
     done("/load", Load(owner=1, version=1, weights=weights, checkpoint=state))
     assert '"difference":0.0' in done("/compare", Compare(owner=1, version=1, weights=weights))

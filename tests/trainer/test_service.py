@@ -16,7 +16,7 @@ from trainer_builders import World, advantage, check_scores, demonstrations, rlh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.commands import Checkpoint, Keep, Load, Logprobs, Publish, Train, Trained
+from areal_tasks.engines.trainer.commands import Keep, Load, Logprobs, Publish, Train, Trained
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import Store
@@ -52,13 +52,6 @@ def _publish(world: World, trainer: Trainer, attempt: str) -> WeightsRef:
     prefix = world.folder("weights", version, attempt)
     written = trainer.publish(Publish(owner=trainer.fence.owner, version=version, prefix=prefix))
     return world.commit("weights", version, attempt, written.files)
-
-
-def _checkpoint(world: World, trainer: Trainer, attempt: str) -> WeightsRef:
-    version = trainer.health(False).version or 0
-    prefix = world.folder("checkpoint", version, attempt)
-    written = trainer.checkpoint(Checkpoint(owner=trainer.fence.owner, version=version, prefix=prefix))
-    return world.commit("checkpoint", version, attempt, written.files)
 
 
 def test_training_makes_the_next_version_and_writes_its_tables(rlhf: World) -> None:
@@ -207,7 +200,7 @@ def test_three_iterations_a_checkpoint_and_three_more_are_six(world: World, kind
     straight = world.trainer()
     for version in range(3):
         straight.train(make(world, version))
-    weights, state = _publish(world, straight, "a"), _checkpoint(world, straight, "a")
+    weights, state = _publish(world, straight, "a"), world.checkpoint(straight, "a")
     for version in range(3, 6):
         straight.train(make(world, version))
     resumed = Trainer(world.spec(owner=2))
@@ -227,7 +220,7 @@ def test_a_store_on_s3_shares_no_folder(s3_store: Store, tiny: Path) -> None:
     world = World(s3_store, tiny, rlhf_recipe(), run=f"trainer-{uuid.uuid4().hex[:8]}")
     first = world.trainer()
     first.train(_grpo(world, 0))
-    weights, state = _publish(world, first, "a"), _checkpoint(world, first, "a")
+    weights, state = _publish(world, first, "a"), world.checkpoint(first, "a")
     second = Trainer(world.spec(owner=2))
     second.load(Load(owner=2, version=1, weights=weights, checkpoint=state))
     for trainer in (first, second):
@@ -252,7 +245,7 @@ def test_a_fresh_optimizer_differs_from_a_restored_one(rlhf: World) -> None:
 def test_a_checkpoint_carries_the_count_of_skipped_steps(rlhf: World) -> None:
     trainer = rlhf.trainer()
     trainer.progress = Progress(step=5, skipped_in_row=2)
-    state = _checkpoint(rlhf, trainer, "a")
+    state = rlhf.checkpoint(trainer, "a")
     other = Trainer(rlhf.spec(owner=2))
     other.load(Load(owner=2, version=0, weights=rlhf.initial, checkpoint=state))
     assert other.progress == Progress(step=5, skipped_in_row=2)

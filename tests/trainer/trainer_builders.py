@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer.commands import Load, Train
+from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Load, Train
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.rows import make_table
 from areal_tasks.engines.trainer.service import Trainer
@@ -195,6 +195,16 @@ class World:
 
     def commit(self, kind: str, version: int, attempt: str, files: Sequence[FileRef]) -> WeightsRef:
         return commit_weights(self.store, self.run, version, attempt, kind, files, make_provenance(1, now()))
+
+    def checkpoint(self, trainer: Trainer, attempt: str) -> WeightsRef:
+        """Have `trainer` write a checkpoint, and commit it."""
+        version = trainer.fence.version or 0
+        named: dict[str, Any] = {"owner": trainer.fence.owner, "version": version}
+        named["prefix"] = self.folder("checkpoint", version, attempt)
+        trainer.checkpoint(Checkpoint(**named))
+        files = trainer.finish(Finish(**named, wait=True)).files
+        assert files is not None
+        return self.commit("checkpoint", version, attempt, files)
 
     def folder(self, kind: str, version: int, attempt: str) -> str:
         return (checkpoint_attempt if kind == "checkpoint" else weights_attempt)(self.run, version, attempt)

@@ -296,6 +296,17 @@ def test_logprobs_are_those_of_one(name: str, world: World, local: dict[str, Any
             assert one == pytest.approx(other, abs=CLOSE.get(name, Close()).logprobs)
 
 
+@pytest.mark.parametrize("name", [*NAMES, *LOCAL])
+def test_ranks_train_while_a_checkpoint_is_written(name: str, alone: dict[str, Any], answers: dict[str, Any]) -> None:
+    """See `play`; the tests below load it, and find the bits of the step before."""
+    assert {**answers, **alone}[name]["early"] is None
+
+
+@pytest.mark.parametrize("name", _marked(APART))
+def test_a_rank_that_cannot_write_its_share_fails_the_checkpoint_alone(name: str, answers: dict[str, Any]) -> None:
+    assert answers[name]["told"] == "Unavailable: the store is away"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_several_ranks_goes_on_alone(
     name: str, world: World, script: dict[str, Any], answers: dict[str, Any]

@@ -8,24 +8,32 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch.distributed as dist
+from checkpoints import save
 from live_bytes import LiveBytes
+from waiting import LIMIT
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.trainer import checkpoint
+from areal_tasks.engines.trainer import checkpoint_files
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.commands import Checkpoint, Load, Logprobs, Publish, Train
+from areal_tasks.engines.trainer.checkpoint import Saving
+from areal_tasks.engines.trainer.checkpoint_files import Put
+from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Load, Logprobs, Publish, Train
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.ranks import join
 from areal_tasks.engines.trainer.service import Trainer, make_backend
 from areal_tasks.engines.trainer.settings import read_settings
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, StoreError, Unavailable
 from areal_tasks.store.objects.files import commit_weights
+from areal_tasks.store.objects.local import LocalBackend as LocalStore
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import WeightsRef
@@ -59,15 +67,19 @@ class Player:
         self.trainer.publish(Publish(owner=1, version=version, prefix=prefix))
         return prefix
 
-    def checkpoint(self, label: str) -> WeightsRef:
+    def begin(self, label: str) -> Finish:
+        """Begin a checkpoint; returns the command that finishes it."""
         version = self.trainer.fence.version or 0
-        attempt = f"{self.name}-{label}"
-        prefix = checkpoint_attempt("r", version, attempt)
-        files = self.trainer.checkpoint(Checkpoint(owner=1, version=version, prefix=prefix)).files
-        made = make_provenance(1, now())
-        store = self.trainer.store
+        prefix = checkpoint_attempt("r", version, f"{self.name}-{label}")
+        self.trainer.checkpoint(Checkpoint(owner=1, version=version, prefix=prefix))
+        return Finish(owner=1, version=version, prefix=prefix, wait=True)
+
+    def finish(self, command: Finish) -> WeightsRef:
+        files = self.trainer.finish(command).files
+        assert files is not None
+        made, store, attempt = make_provenance(1, now()), self.trainer.store, command.prefix.rpartition("=")[2]
         text = self.group.from_first_here(
-            lambda: commit_weights(store, "r", version, attempt, "checkpoint", files, made).model_dump_json()
+            lambda: commit_weights(store, "r", command.version, attempt, "checkpoint", files, made).model_dump_json()
         )
         return WeightsRef.model_validate_json(text)
 
@@ -87,7 +99,8 @@ def changed(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def play(player: Player) -> dict[str, Any]:
-    """Five steps, a repeat, a step that must be skipped, a checkpoint, a sixth step; and what it all gave."""
+    """Five steps, a repeat, a step that must be skipped, a checkpoint that is written while it makes a sixth step; and
+    what it all gave."""
     player.load()
     found: dict[str, Any] = {"loaded": player.publish("loaded")}
     found["metrics"] = [player.train(number) for number in range(STEPS)]
@@ -95,12 +108,50 @@ def play(player: Player) -> dict[str, Any]:
     found["trained"] = player.publish("trained")
     found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
     found["few"] = player.logprobs("policy", of="few")
-    found["checkpoint"] = player.checkpoint("five").model_dump(mode="json")
-    found["sixth"] = player.train(STEPS)
+    with held_back() as go_on:
+        begun = player.begin("five")
+        found["sixth"] = player.train(STEPS)
+        found["early"] = player.trainer.finish(begun.model_copy(update={"wait": False})).files
+        go_on.set()
+    found["checkpoint"] = player.finish(begun).model_dump(mode="json")
     found["six"] = player.publish("six")
     found["poisoned"] = player.train(STEPS + 1)
     found["skipped"] = player.publish("skipped")
     return found
+
+
+@contextmanager
+def held_back() -> Iterator[Event]:
+    """Inside, this rank writes no checkpoint before the event."""
+    go_on, write = Event(), Saving.write
+
+    def wait_and_write(saving: Saving, put: Put) -> Any:
+        assert go_on.wait(LIMIT)
+        return write(saving, put)
+
+    with patch.object(Saving, "write", wait_and_write):
+        yield go_on
+
+
+def fail_once(player: Player) -> str:
+    """The last rank cannot reach the store for one checkpoint: what this rank is told.
+
+    The next one succeeds, and is loaded; for it the store is elsewhere, so that each rank puts files of its own folder.
+    """
+
+    def away(*_: Any) -> None:
+        raise Unavailable("the store is away")
+
+    player.load()
+    told = ""
+    with patch.object(LocalStore, "put_file", away) if player.group.rank == player.group.world - 1 else nullcontext():
+        try:
+            player.finish(player.begin("fails"))
+        except StoreError as error:
+            told = f"{type(error).__name__}: {error}"
+    player.trainer.writer.store = cast(Store, FarAway(player.trainer.store))
+    player.load(player.finish(player.begin("again")))
+    return told
 
 
 def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, Any]:
@@ -161,7 +212,7 @@ def peaks(backend: LocalBackend, deep: Path, steps: list[str], state: Path) -> d
     found: dict[str, list[int]] = {}
     for step in steps:
         if step == "restore":
-            backend.save_checkpoint(state, Progress())
+            save(backend.plan_checkpoint(state, Progress()))
         with LiveBytes() as live:
             works[step]()
         found[step] = [0] * backend.world
@@ -170,7 +221,7 @@ def peaks(backend: LocalBackend, deep: Path, steps: list[str], state: Path) -> d
 
 
 def main(folder: Path) -> None:
-    pieces, checkpoint.PIECE_BYTES = checkpoint.PIECE_BYTES, 1024  # type: ignore[misc]  # cuts these, too
+    pieces, checkpoint_files.PIECE_BYTES = checkpoint_files.PIECE_BYTES, 1024  # type: ignore[misc]  # cuts these, too
     script = json.loads((folder / "script.json").read_text())
     first = next(iter(script["backends"].values()))
     spec = ServiceSpec.model_validate(script["spec"])
@@ -185,10 +236,11 @@ def main(folder: Path) -> None:
     for name in script["apart"]:
         saved = WeightsRef.model_validate(answers[name]["checkpoint"])
         answers[name]["apart"] = restore_apart(script, name, group, saved)
+        answers[name]["told"] = fail_once(Player(script, f"{name}-fails", script["backends"][name], group))
     experts = script["experts"]
     for name in experts["backends"]:
         answers[name]["experts"] = publish_twice(Player(experts, f"experts-{name}", script["backends"][name], group))
-    checkpoint.PIECE_BYTES = pieces  # type: ignore[misc]  # a plan for many pieces is larger than the tensors
+    checkpoint_files.PIECE_BYTES = pieces  # type: ignore[misc]  # a plan for many pieces is larger than the tensors
     for name, steps in script["peaks"].items():
         backend = make_backend(read_settings(changed(spec.recipe, script["backends"][name])))
         answers[name]["peaks"] = peaks(backend, Path(script["deep"]), steps, folder / "state")

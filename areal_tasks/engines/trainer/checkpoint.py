@@ -6,43 +6,42 @@ the random state; and the progress. Loading treats files as data and runs no cod
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from areal_tasks.engines.trainer.backend import Fetch, Progress, all_there
+from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed, PiecesPlanner, Put, write_files
 from areal_tasks.engines.trainer.memory import ran_out
-from areal_tasks.engines.trainer.optimizer import local_share, prepare_state
-from areal_tasks.store.parallel import parallel
+from areal_tasks.engines.trainer.optimizer import prepare_state
+from areal_tasks.store.objects.local import file_sha256
 from schemas.errors import UserError
 
 #: A parameter's `weight` and its AdamW state: `step`, `exp_avg`, `exp_avg_sq`. Sharded tensors are DTensors.
 Parameter = Mapping[str, Tensor]
 Parameters = Mapping[str, Parameter]
+#: SHA-256 and bytes of each file of a checkpoint, by name.
+Files = Mapping[str, tuple[str, int]]
 #: The file of a checkpoint that says where in its other files each tensor is.
 METADATA: Final = ".metadata"
-#: A rank writes files of about this size, or larger ones if they would be more than MOST_FILES.
-FILE_BYTES: Final = 256 * 2**20
-MOST_FILES: Final = 32
+#: Threads that write a copy while the trainer does something else, which needs cores too.
+WRITERS: Final = 4
 #: Modules and names in DCP's pickled metadata; some since torch 2.11, some before it.
 _MODULES: Final = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
 _NAMES: Final = frozenset(
@@ -62,30 +61,83 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Param
     }
 
 
-def save_parameters(folder: Path, parameters: Parameters, progress: Progress) -> Mapping[str, str]:
-    """Write `parameters`, RNG and progress into `folder`, which must be fresh. Every rank takes part.
+class Saving:
+    """`parameters`, RNG and progress on their way into `folder`, which is fresh. Every rank makes one.
 
-    Returns, on rank 0, the SHA-256 of the files that hold tensors, by name. Raises OSError if writing fails.
+    These are DCP's own steps of a save. Making it, and `finish`, exchange what the ranks hold and have written. Between
+    them each rank writes its share by itself, so that `write` may run in a thread while the ranks train. Then `hold`
+    has to copy the share before training goes on, unless the tensors are `copies` already.
     """
-    counts = torch.tensor([progress.step, progress.skipped_in_row])
-    state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
-    writer = HashingWriter(folder, _files(parameters))
+
+    def __init__(self, folder: Path, parameters: Parameters, progress: Progress, copies: bool = False) -> None:
+        counts = torch.tensor([progress.step, progress.skipped_in_row])
+        state = {"parameters": parameters, "rng": torch.get_rng_state(), "progress": counts}
+        self.folder = folder
+        self.held = copies
+        self._metadata: Metadata | None = None  # on rank 0
+        self._writer = dcp.FileSystemWriter(folder, sync_files=False)
+        self._ranks = _DistWrapper(None, dist.is_initialized(), 0)
+        planner = PiecesPlanner()
+        with _causes(), _without_warnings():
+            plan = self._ranks.reduce_scatter("plan", partial(self._mine, planner, state), partial(self._all, planner))
+        plan = planner.finish_plan(plan)
+        self._prefix: str = plan.storage_data.prefix
+        self._items = plan.items
+        self.tensors: list[Tensor] = [planner.resolve_data(item).detach() for item in plan.items]
+
+    def _mine(self, planner: PiecesPlanner, state: dict[str, Any]) -> SavePlan:
+        planner.set_up_planner(state, self._writer.storage_meta(), self._ranks.is_coordinator)
+        self._writer.set_up_storage_writer(self._ranks.is_coordinator)
+        return self._writer.prepare_local_plan(planner.create_local_plan())
+
+    def _all(self, planner: PiecesPlanner, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: what each rank writes."""
+        plans, self._metadata = planner.create_global_plan(plans)
+        made: list[SavePlan] = self._writer.prepare_global_plan(plans)
+        return made
+
+    def hold(self, copies: Copies) -> None:
+        """Copy this rank's share: from now on the parameters may change."""
+        self.tensors, self.held = copies.take(self.tensors), True
+
+    def write(self, put: Put) -> list[Hashed]:
+        """Write this rank's share; `put` gets the name of each file. Raises OSError if writing fails."""
+        pieces = list(zip(self._items, self.tensors, strict=True))
+        self.tensors = []  # what deepspeed copied is freed with `pieces`
+        threads = WRITERS if self.held else os.cpu_count() or 1
+        return write_files(self.folder, self._prefix, pieces, put, threads)
+
+    def finish(self, written: Callable[[], list[Hashed] | None], put: Put) -> Files | None:
+        """Have rank 0 write the index, and `put` it, if all ranks have `written`. Every rank takes part.
+
+        Returns, on every rank, all files; None if a rank has not written yet. Raises what any rank's `written` raises.
+        """
+        with _causes():
+            found: Files | None = self._ranks.all_reduce("write", written, lambda all_: self._finished(all_, put))
+            return found
+
+    def _finished(self, of_ranks: Sequence[list[Hashed] | None], put: Put) -> Files | None:
+        there = [results for results in of_ranks if results is not None]
+        if len(there) < len(of_ranks):
+            return None
+        self._writer.finish(self._metadata, there)
+        index = self.folder / METADATA
+        files = {METADATA: (file_sha256(index), index.stat().st_size)}
+        put(METADATA)
+        return files | {one.file: (one.file_sha256, one.file_bytes) for results in there for one in results}
+
+
+@contextmanager
+def _causes() -> Iterator[None]:
+    """Raise what DCP's CheckpointException, a BaseException, hides: the first failure of any rank."""
     try:
-        with _without_warnings():
-            dcp.save(state, storage_writer=writer, planner=PiecesPlanner(), no_dist=_is_single_process())
-    except CheckpointException as error:  # a BaseException, which hides its cause
+        yield
+    except CheckpointException as error:
         raise _cause(error) from error
-    return writer.digests
-
-
-def _files(parameters: Parameters) -> int:
-    """How many files this rank writes; they are written and hashed concurrently."""
-    held = sum(local_share(tensor).nbytes for parameter in parameters.values() for tensor in parameter.values())
-    return min(max(held // FILE_BYTES, 1), MOST_FILES)
 
 
 def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_there) -> Progress:
-    """Restore what `save_parameters` wrote, bitwise, into the tensors of `parameters`.
+    """Restore what a `Saving` wrote, bitwise, into the tensors of `parameters`.
 
     `folder` holds METADATA at least; the files that this rank reads are fetched.
 
@@ -171,187 +223,3 @@ def _first(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     first = _first(error)
     return str(first).splitlines()[0] if str(first) else type(first).__name__
-
-
-# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-#: A larger tensor is split along its first dimension, so that no file and no page-locked buffer has to hold all of it.
-PIECE_BYTES: Final = 32 * 2**20
-#: Bytes that are hashed and then written at a time, while in a CPU cache; each time the GIL is released twice.
-_RUN_BYTES: Final = 4 * 2**20
-
-
-class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
-    """DCP's planner, with tensors split into pieces of at most PIECE_BYTES (or one row if that is larger).
-
-    What every rank reads is written by the first one. DCP would spread it over the files of all ranks, so that every
-    machine would need nearly all files to restore its share.
-    """
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        self.pieces: dict[MetadataIndex, Tensor] = {}
-        self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        first, *others = all_plans
-        by_first = {item.index for item in first.items if _is_for_all(item)}
-        others = [replace(p, items=[item for item in p.items if item.index not in by_first]) for p in others]
-        made: tuple[list[SavePlan], Metadata] = super().create_global_plan([first, *others])
-        return made
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.pieces.get(index)
-        return super().lookup_object(index) if found is None else found
-
-    def _cut(self, item: WriteItem) -> list[WriteItem]:
-        """The item, or the pieces that replace it, whose tensors are views."""
-        if item.tensor_data is None or _size(item) <= PIECE_BYTES:
-            return [item]
-        rows = item.tensor_data.chunk.sizes[0]
-        parts = self.lookup_object(item.index).split(max(PIECE_BYTES * rows // _size(item), 1))
-        cut, at = [], 0
-        for part in parts:
-            piece = _piece(item, at, part)
-            self.pieces[piece.index] = part
-            cut.append(piece)
-            at += len(part)
-        return cut
-
-
-def _piece(item: WriteItem, at: int, part: Tensor) -> WriteItem:
-    """The item for `part`, which begins `at` rows after the beginning of `item`."""
-    first, *others = item.tensor_data.chunk.offsets
-    offsets = torch.Size([first + at, *others])
-    data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, part.shape))
-    return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _is_for_all(item: WriteItem) -> bool:
-    """Whether every rank reads it, however many there are: the step count of a parameter, random state, progress."""
-    name: str = item.index.fqn
-    return name in ("rng", "progress") or name.endswith(".step")
-
-
-def _size(item: WriteItem) -> int:
-    """Bytes that this item adds to a file."""
-    data = item.tensor_data
-    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Hashed(WriteResult):  # type: ignore[misc]
-    sha256: str  # of the whole file
-
-
-class HashingWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Writes tensors in pieces, by as many threads as there are cores, each byte once; DCP's own reader reads them.
-
-    DCP's writer would copy every tensor into new pageable memory and compute an unused checksum (CRC32); the files
-    would then be read again for their SHA-256. Here each thread copies its pieces from the device into one page-locked
-    buffer that it reuses, and hashes and writes them from there. `digests` (rank 0): SHA-256 by name, of every rank's
-    files.
-    """
-
-    def __init__(self, folder: Path, files: int) -> None:
-        super().__init__(folder, sync_files=False)
-        self.files = files
-        self.digests: dict[str, str] = {}
-
-    def write_data(self, plan: SavePlan, planner: PiecesPlanner) -> Future[list[WriteResult]]:
-        for_all = [item for item in plan.items if _is_for_all(item)]
-        others = [item for item in plan.items if not _is_for_all(item)]
-        shares = [share for share in (for_all, *_distributed(others, self.files)) if share]
-        named = [(f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}", share) for n, share in enumerate(shares)]
-        written = parallel(lambda one: _write_file(self.path, planner, *one), named, os.cpu_count() or 1)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result for results in written for result in results])
-        return future
-
-    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        self.digests = {one.storage_data.relative_path: one.sha256 for of_rank in results for one in of_rank}
-        super().finish(metadata, results)
-
-
-def _distributed(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
-    """The items in `files` shares of about the same size: the largest first, each into the smallest share."""
-    shares: list[list[WriteItem]] = [[] for _ in range(files)]
-    sizes = [0] * files
-    for item in sorted(items, key=_size, reverse=True):
-        smallest = sizes.index(min(sizes))
-        shares[smallest].append(item)
-        sizes[smallest] += _size(item)
-    return shares
-
-
-def _write_file(folder: Path, planner: PiecesPlanner, name: str, items: Sequence[WriteItem]) -> list[_Hashed]:
-    """Write the tensors of `items` one after another, each in torch.save's format."""
-    places, host = [], Host()
-    with (folder / name).open("wb") as file, _no_checksums():
-        sink = _Sink(file)
-        for item in items:
-            start = sink.length
-            torch.save(host.take(planner.resolve_data(item).detach()), cast(Any, sink))
-            places.append(_StorageInfo(name, start, sink.length - start))
-    digest = sink.sha256.hexdigest()
-    return [_Hashed(item.index, at.length, at, digest) for item, at in zip(items, places, strict=True)]
-
-
-class _Sink:
-    """The file object for torch.save: writes to a file and updates its SHA-256."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.length = 0
-
-    def write(self, data: memoryview) -> int:
-        for start in range(0, len(data), _RUN_BYTES):
-            run = data[start : start + _RUN_BYTES]
-            self.sha256.update(run)
-            self.file.write(run)
-        self.length += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """torch.save calls this after every tensor; closing the file is enough."""
-
-
-class Host:
-    """Copies tensors to host memory through one thread's buffer. Each copy is valid until the next one is made."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory, contiguous and alone in its storage."""
-        return with_own_storage(tensor.contiguous() if tensor.device.type == "cpu" else self.through_buffer(tensor))
-
-    def through_buffer(self, tensor: Tensor) -> Tensor:
-        """A copy at the beginning of the buffer, which is page-locked for tensors of a GPU."""
-        if tensor.nbytes > len(self.buffer):
-            room = max(tensor.nbytes, PIECE_BYTES)
-            self.buffer = torch.empty(room, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        there = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return there.copy_(tensor)
-
-
-def with_own_storage(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes in a storage that holds nothing else: torch.save writes whole storages."""
-    if not tensor.nbytes:
-        return torch.empty_like(tensor)
-    raw = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
-    return raw.view(tensor.dtype).view(tensor.shape)
-
-
-@contextmanager
-def _no_checksums() -> Iterator[None]:
-    """Turn off torch.save's CRC32 in this thread: torch.load does not check it, and the store keeps a SHA-256."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)

@@ -68,9 +68,16 @@ class Publish(Command):
 
 
 class Checkpoint(Command):
-    """Write the whole training state below `prefix`."""
+    """Copy the whole training state, and begin to write the copy below `prefix`; later commands change the state."""
 
     prefix: str
+
+
+class Finish(Command):
+    """Finish the checkpoint below `prefix`, if it is written by now; with `wait`, wait for that."""
+
+    prefix: str
+    wait: bool = False
 
 
 class Keep(Command):
@@ -78,7 +85,7 @@ class Keep(Command):
 
 
 class Done(Message):
-    """Answer to /load and /keep."""
+    """Answer to /load, /keep and /checkpoint."""
 
 
 class Compare(Command):
@@ -130,9 +137,15 @@ class Tables(Message):
 
 
 class Written(Message):
-    """Answer to /publish and /checkpoint."""
+    """Answer to /publish."""
 
     files: tuple[FileRef, ...]
+
+
+class Finished(Message):
+    """Answer to /finish: the files of the checkpoint; none while they are being written."""
+
+    files: tuple[FileRef, ...] | None
 
 
 class Compared(Message):
@@ -171,5 +184,5 @@ class Health(Message):
 
 #: The type of each command, by its name.
 COMMANDS: Final[Mapping[str, type[Command]]] = {
-    kind.__name__.lower(): kind for kind in (Load, Train, Logprobs, Keep, Publish, Send, Checkpoint, Compare)
+    kind.__name__.lower(): kind for kind in (Load, Train, Logprobs, Keep, Publish, Send, Checkpoint, Finish, Compare)
 }

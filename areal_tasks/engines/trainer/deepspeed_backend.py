@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, cast
@@ -38,7 +38,7 @@ from deepspeed.utils import (
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, TokenStats, Which, all_there
-from areal_tasks.engines.trainer.checkpoint import Parameter, held_parameters, load_parameters, save_parameters
+from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state
@@ -141,13 +141,12 @@ class DeepSpeedBackend(LocalBackend):
                 yield name, parameter.detach().to(self.dtype, copy=True)
         yield from self._policy().saved_buffers()
 
-    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
+    def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
         model = self._policy().model
         if self.settings.zero_stage == 0:
-            held = held_parameters(model, self.optimizer)
-        else:
-            held = {name: self._read(parameter) for name, parameter in model.named_parameters()}
-        return save_parameters(folder, held, progress)
+            return Saving(folder, held_parameters(model, self.optimizer), progress)
+        held = {name: self._read(parameter) for name, parameter in model.named_parameters()}
+        return Saving(folder, held, progress, copies=True)
 
     def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
         if self.settings.zero_stage == 0:

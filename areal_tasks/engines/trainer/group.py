@@ -80,7 +80,7 @@ class Group:
         self.world = world
         self.store = store
         self.survived = survived
-        self._local_world = local_world or world
+        self.ranks_here = local_world or world  # on this machine
         self.grace = timedelta(seconds=grace_seconds)
         self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
@@ -115,12 +115,12 @@ class Group:
     @property
     def leaders(self) -> range:
         """The first rank of each machine."""
-        return range(0, self.world, self._local_world)
+        return range(0, self.world, self.ranks_here)
 
     @property
     def machine(self) -> int:
         """The number of this rank's machine."""
-        return self.rank // self._local_world
+        return self.rank // self.ranks_here
 
     @property
     def leads_its_machine(self) -> bool:
@@ -140,8 +140,8 @@ class Group:
             return [mine]
         self._shared += 1
         self._post(self._shared_by(f"rank-{self.rank}"), json.dumps({"text": mine}))
-        first = self.rank - self.rank % self._local_world
-        return [self._text_of(f"rank-{rank}") for rank in range(first, first + self._local_world)]
+        first = self.rank - self.rank % self.ranks_here
+        return [self._text_of(f"rank-{rank}") for rank in range(first, first + self.ranks_here)]
 
     def from_machines(self, work: Callable[[], str]) -> list[str]:
         """Run `work` on the first rank of each machine; every rank returns all texts, or raises the first UserError."""

@@ -7,7 +7,7 @@ weighted over the whole minibatch, so gradients are *summed* over micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, TokenStats, Which, all_there
-from areal_tasks.engines.trainer.checkpoint import held_parameters, load_parameters, save_parameters
+from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, copy_weights, prepare, read_policy, working_copy
@@ -115,12 +115,9 @@ class LocalBackend:
         yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
         yield from policy.saved_buffers()
 
-    def save_checkpoint(self, folder: Path, progress: Progress) -> Mapping[str, str]:
-        """Write model, optimizer, RNG and progress. Every rank takes part.
-
-        Returns, on rank 0, the SHA-256 by name of the files that were hashed during writing.
-        """
-        return save_parameters(folder, held_parameters(self.master.model, self.optimizer), progress)
+    def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
+        """Plan to write model, optimizer, RNG and progress into `folder`. Every rank takes part."""
+        return Saving(folder, held_parameters(self.master.model, self.optimizer), progress)
 
     def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
         """Restore all of these bitwise, into a policy that was loaded before. `fetch`: see `load_parameters`."""

@@ -1,4 +1,4 @@
-"""The memory that a step takes; and when memory runs out, which settings to change."""
+"""The memory that a step takes, and that is left; and when memory runs out, which settings to change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
 
 from areal_tasks.launchers.advice import TRAINER_MEMORY
@@ -45,3 +46,26 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024  # not getrusage: a process inherits that peak from the one that started it
+
+
+def host_room(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that are free: of the machine, or of this process's container or job if that has fewer.
+
+    Only version 2 of cgroups is asked (docs.kernel.org/admin-guide/cgroup-v2.html, memory).
+    """
+    return min([psutil.virtual_memory().available, *_left_in_groups(own, groups)])
+
+
+def _left_in_groups(own: Path, groups: Path) -> Iterator[int]:
+    lines = own.read_text().splitlines() if own.exists() else []
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for folder in (groups / name, *(groups / name).parents):
+        most, taken, stat = (folder / f"memory.{what}" for what in ("max", "current", "stat"))
+        if all(file.exists() for file in (most, taken, stat)) and (limit := most.read_text().strip()) != "max":
+            yield int(limit) - int(taken.read_text()) + _cached(stat)
+
+
+def _cached(stat: Path) -> int:
+    """Bytes of files that the kernel keeps in memory for a group, and gives up when memory is asked for."""
+    found = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+    return int(found.get("active_file", 0)) + int(found.get("inactive_file", 0))

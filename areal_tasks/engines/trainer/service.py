@@ -27,6 +27,8 @@ from areal_tasks.engines.trainer.commands import (
     Compare,
     Compared,
     Done,
+    Finish,
+    Finished,
     Health,
     Keep,
     Load,
@@ -55,10 +57,10 @@ from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
 from areal_tasks.engines.trainer.tables import FetchedTables
 from areal_tasks.engines.trainer.transport import Sender, handles_of
+from areal_tasks.engines.trainer.writing import CheckpointWriter, usable
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.objects.files import common_folder, materialise, read_weights, upload
-from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import concurrently
 from areal_tasks.store.shards import write_table
 from schemas.errors import UserError, listed
@@ -111,6 +113,7 @@ class Trainer:
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
+        self.writer = CheckpointWriter(self.store, self.group.ranks_here)
         self.sending = spec.sending
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
         self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
@@ -201,20 +204,17 @@ class Trainer:
         )
         return Sent(gone=gone)
 
-    def checkpoint(self, command: Checkpoint) -> Written:
-        """Write the whole training state. Nothing is visible until the caller commits the files."""
+    def checkpoint(self, command: Checkpoint) -> Done:
+        """Copy the whole training state, and begin to write it. Nothing is visible until the caller commits it."""
         self.fence.admit(command.owner)
         self.fence.expect(command.version)
-        with self._folder(command.prefix) as folder:
-            with self._usable(command.prefix):
-                known = self.backend.save_checkpoint(folder, self.progress)
-            written = self.group.from_machines(lambda: self._uploaded(command.prefix, folder, known))
-        files = [file for text in written for file in Written.model_validate_json(text).files]
-        return Written(files=tuple(sorted(files, key=lambda file: file.path)))
+        self.writer.begin(command.prefix, lambda folder: self.backend.plan_checkpoint(folder, self.progress))
+        return Done()
 
-    def _uploaded(self, prefix: str, folder: Path, known: Mapping[str, str]) -> str:
-        """Write the files that the ranks of this machine have written into `folder` to the store."""
-        return Written(files=upload(self.store, prefix, folder, known)).model_dump_json()
+    def finish(self, command: Finish) -> Finished:
+        """The files of the checkpoint that was begun last, once all ranks have written theirs."""
+        self.fence.admit(command.owner)
+        return Finished(files=self.writer.finish(command.prefix, command.wait))
 
     def compare(self, command: Compare) -> Compared:
         """Compare the policy, as it would be published, with weights of that version in the store."""
@@ -314,26 +314,12 @@ class Trainer:
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
-    @contextmanager
-    def _usable(self, prefix: str) -> Iterator[None]:
-        """If a file cannot be written, the error names it and the remedy."""
-        try:
-            yield
-        except OSError as error:
-            raise unusable(error.filename or self.store.uri(prefix), error) from error
-
-    @contextmanager
-    def _folder(self, prefix: str) -> Iterator[Path]:
-        """The same empty folder for all ranks of a machine: the store's own if that is on this disk."""
-        with tempfile.TemporaryDirectory(dir=self.scratch) as temporary:
-            yield Path(self.group.from_first_here(lambda: _create(self.store.local(prefix) or Path(temporary))))
-
     def _published(self, snapshot: Snapshot, command: Publish) -> tuple[FileRef, ...]:
         """On rank 0: write the snapshot and the files that describe the model; returns the files sorted by path."""
         if self.backend.rank > 0 or self.weights is None:
             return ()
         with tempfile.TemporaryDirectory(prefix="areal-published-") as folder:  # `clear` leaves it alone
-            with self._usable(command.prefix):
+            with usable(self.store, command.prefix):
                 copy_description(self.weights, Path(folder), snapshot.dtype)
             with concurrently(lambda: upload(self.store, command.prefix, Path(folder))) as described:
                 files = snapshot.save(self.store, command.prefix)
@@ -391,8 +377,3 @@ class Trainer:
             raise UserError(f"{self.store.uri(ref.path)} does not name files that are needed: {listed(lacking)}")
         wanted = files if names is None else [named[name] for name in names]
         return materialise(self.store, wanted, into, verify=True)
-
-
-def _create(folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,22 +23,20 @@ from schemas.manifest import FileRef, IterationCommit, Provenance, ShardRef, Wei
 if TYPE_CHECKING:
     from areal_tasks.store.runs import Run
 
-_NONE: Final[Mapping[str, str]] = {}
 _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
 
 
-def upload(store: Store, prefix: str, folder: Path, known: Mapping[str, str] = _NONE) -> tuple[FileRef, ...]:
+def upload(store: Store, prefix: str, folder: Path) -> tuple[FileRef, ...]:
     """Put every file below `folder` under `prefix` (a fresh attempt), sorted by name; hashed in parallel.
 
-    `known`: the SHA-256 of files that were hashed when they were written. A folder that is `store.local(prefix)`
-    itself is not copied, only made durable.
+    A folder that is `store.local(prefix)` itself is not copied, only made durable.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
     def put(name: str) -> FileRef:
         path, source = f"{prefix}/{name}", folder / name
         store.put_file(path, source)
-        return FileRef(path=path, sha256=known.get(name) or file_sha256(source), bytes=source.stat().st_size)
+        return FileRef(path=path, sha256=file_sha256(source), bytes=source.stat().st_size)
 
     return tuple(parallel(put, names))
 

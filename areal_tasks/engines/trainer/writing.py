@@ -1,0 +1,148 @@
+"""Writes a checkpoint in a thread of each rank, while the trainer runs other commands; at most one at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from areal_tasks.engines.trainer.checkpoint import Saving
+from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed
+from areal_tasks.engines.trainer.fencing import StaleCommand
+from areal_tasks.engines.trainer.memory import host_room, ran_out
+from areal_tasks.store.backend import Store
+from areal_tasks.store.objects.local import unusable
+from areal_tasks.store.parallel import in_background
+from schemas.manifest import FileRef
+
+log = logging.getLogger(__name__)
+#: The share of the free host memory that the copies of a machine's ranks may take: other processes grow meanwhile.
+ROOM: Final = 0.8
+
+
+class CheckpointWriter:
+    """This rank's part in the checkpoints. All ranks make the same calls in the same order, from one thread."""
+
+    def __init__(self, store: Store, ranks_here: int) -> None:
+        self.store = store
+        self.ranks_here = ranks_here  # on this machine
+        self.copies = Copies()
+        self.prefix = ""  # of the checkpoint that is being written, or was written last
+        self._folder: Path
+        self._temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
+        self._saving: Saving
+        self._written: Future[list[Hashed]] | None = None
+        self._files: tuple[FileRef, ...] | None = None  # once all ranks have written
+
+    def begin(self, prefix: str, plan: Callable[[Path], Saving]) -> None:
+        """Begin to write what `plan` plans to write into a folder; when this returns, that may change.
+
+        It is written at once where host memory has no room for a copy.
+        """
+        self._end()
+        started, room = time.perf_counter(), host_room()  # before any rank of this machine takes of it
+        with usable(self.store, prefix):
+            self._saving = plan(self._fresh_folder(prefix))
+        if not self._saving.held:
+            self._hold(self._saving, room)
+        self.prefix = prefix
+        self._written = in_background(partial(self._write, prefix, self._saving, started), "checkpoint")
+        if self._saving.held:
+            log.info("copied a checkpoint in %.3f s: %s", time.perf_counter() - started, prefix)
+        else:
+            wait([self._written])
+
+    def finish(self, prefix: str, waits: bool) -> tuple[FileRef, ...] | None:
+        """The files below `prefix`, on every rank; None while a rank writes, unless this `waits`.
+
+        Raises:
+            StaleCommand: nothing is being written there: this process is a new one, or writing has failed.
+            StoreError: writing failed on a rank.
+        """
+        if prefix != self.prefix or self._written is None:
+            raise StaleCommand(f"no checkpoint is being written below {prefix}")
+        if waits:
+            wait([self._written])
+        if self._files is None:
+            self._files = self._finished(prefix, self._written)
+        return self._files
+
+    def _finished(self, prefix: str, written: Future[list[Hashed]]) -> tuple[FileRef, ...] | None:
+        try:
+            with usable(self.store, prefix):
+                found = self._saving.finish(lambda: _result(written), partial(self._put, prefix))
+        except Exception:
+            self.prefix = ""
+            raise
+        if found is None:
+            return None
+        self._clean()
+        return tuple(FileRef(path=f"{prefix}/{name}", sha256=sha, bytes=n) for name, (sha, n) in sorted(found.items()))
+
+    def _end(self) -> None:
+        """Wait for one that nothing asks for, such as that of an earlier start of the flow: it needs the copies."""
+        if self._written is not None:
+            wait([self._written])
+        self._clean()
+        self.prefix, self._written, self._files = "", None, None
+
+    def _fresh_folder(self, prefix: str) -> Path:
+        """The store's own folder if that is on this disk; else one of this rank, outside of what `clear` deletes."""
+        if (folder := self.store.local(prefix)) is None:
+            self._temporary = TemporaryDirectory(prefix="areal-checkpoint-")
+            folder = Path(self._temporary.name)
+        self._folder = folder
+        return folder
+
+    def _clean(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def _hold(self, saving: Saving, room: int) -> None:
+        """Copy what `saving` writes, if there is memory for it."""
+        asked = self.copies.lacking(saving.tensors) * self.ranks_here
+        if asked > ROOM * room:
+            log.warning("%s", _waits(f"copies would take {asked >> 20} MiB of host memory, and {room >> 20} are free"))
+            return
+        try:
+            saving.hold(self.copies)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            log.warning("%s", _waits(str(error)))
+
+    def _write(self, prefix: str, saving: Saving, started: float) -> list[Hashed]:
+        with usable(self.store, prefix):
+            written = saving.write(partial(self._put, prefix))
+        log.info("wrote a checkpoint in %.3f s: %s", time.perf_counter() - started, prefix)
+        return written
+
+    def _put(self, prefix: str, name: str) -> None:
+        """Make a file durable, or move it to a store elsewhere."""
+        self.store.put_file(f"{prefix}/{name}", self._folder / name)
+        if self._temporary is not None:
+            (self._folder / name).unlink()
+
+
+def _result(written: Future[list[Hashed]]) -> list[Hashed] | None:
+    return written.result() if written.done() else None
+
+
+def _waits(why: str) -> str:
+    return f"the trainer waits while its checkpoint is written: {why}"
+
+
+@contextmanager
+def usable(store: Store, prefix: str) -> Iterator[None]:
+    """If a file of the store cannot be written, the error names it and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise unusable(error.filename or store.uri(prefix), error) from error
