@@ -2,11 +2,11 @@
 
     python -m benchmarks.control_plane [--gpus 64 512 1024] [--iterations 6]
 
-The product's `Rollouts` with its book leases groups to made-up rollout workers, one for 8 generating GPUs, whose groups
-end when those of a 7B model would; messages are encoded and decoded as in a run, but cross no network. No time passes:
-a clock is simulated, and the processor's seconds of the flow's side are counted. Assumed, as in `simulate_scale`: 32
-groups of 8 samples a GPU and iteration, half of the GPUs generate and half train, η = 4. An iteration trains its tokens
-at the rate measured for 7B on an H200 (`benchmarks/results/gpu-h200-trainer.md`).
+The product's `Rollouts` leases groups to simulated rollout workers, one per 8 generating GPUs, whose groups end when
+those of a 7B model would; messages are encoded and decoded as in a run, but cross no network. The clock is simulated;
+only the CPU seconds of the flow's side are measured. Assumed, as in `simulate_scale`: 32 groups of 8 samples per GPU
+and iteration, half of the GPUs generate and half train, η = 4. An iteration trains its tokens at the rate measured for
+7B on an H200 (`benchmarks/results/gpu-h200-trainer.md`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Final, cast
 import psutil
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Event, Finished, Generated, Lease, News, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
@@ -129,7 +129,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
     servers = Servers(capacity=gpus // 2 * SLOTS // load.group_size)
     work, store = Work(load), open_store(folder.as_uri())
     rollouts = Rollouts(
-        Book(rule, 0), cast(InferenceClient, servers), cast(Any, None),
+        GroupTracker(rule, 0), cast(InferenceClient, servers), cast(Any, None),
         lambda url, flow: cast(Link, FarWorker(url, flow, work)),
         Rollout(groups=load.groups), Spool(store, "run", 1, "made"), Writer(store, "run", 1, "made"),
     )  # fmt: skip
@@ -142,7 +142,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
         taking = asyncio.ensure_future(rollouts.take("run"))
         cost.parts += len(await step(work, cost, math.inf, taking))
         begun = time.process_time()
-        taken = [group.index for group in rollouts.book.take() or ()]
+        taken = [group.index for group in rollouts.tracker.take() or ()]
         rollouts.consume(taken)
         cost.whole += time.process_time() - begun
         await step(work, cost, work.clock + train_seconds)

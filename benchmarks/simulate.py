@@ -4,10 +4,10 @@
     python -m benchmarks.simulate times.json            # with the times of another model or machine
 
 A server decodes n samples at once, whose caches hold t tokens, in steps of `step + step_per_sample · n +
-step_per_token · t` seconds; each step adds a token to each.
-Groups begin and are taken by `areal_tasks.rollout.book`, exactly as in a run. Training takes its tokens over the speed
-of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs.
-Training goes on meanwhile, and nothing is evaluated or saved.
+step_per_token · t` seconds; each step adds one token per sample.
+`areal_tasks.rollout.group_tracker` decides which groups begin and which an iteration takes, exactly as in a run. The
+duration of training is the number of tokens over the speed of its GPUs. New weights take `publish` seconds to reach the
+servers, and interrupt them for as long as the mode takes; training continues meanwhile. Nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.staleness import Rule, Staleness
 
 
@@ -178,7 +178,7 @@ class Simulation:
     def __init__(self, load: Work, layout: Layout, times: Times) -> None:
         self.load, self.layout, self.times = load, layout, times
         rule = Staleness(lambda k: layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
-        self.book = Book(rule, 0, pace=layout.pace)
+        self.tracker = GroupTracker(rule, 0, pace=layout.pace)
         self.servers = [Server(times, layout.slots, load.prompt) for _ in range(layout.generating)]
         self.left: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
@@ -198,10 +198,10 @@ class Simulation:
         return Outcome(self.clock, 1 - self.trained_seconds / self.clock, dict(sorted(self.lags.items())), self.ends)
 
     def _begin_groups(self) -> None:
-        while self.book.next < self.load.iterations:
+        while self.tracker.next < self.load.iterations:
             server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
             room = self.layout.slots * 2 - len(server.running) - len(server.waiting)
-            begun = self.book.lease(server.version) if room > 0 else []
+            begun = self.tracker.lease(server.version) if room > 0 else []
             for index in begun:
                 lengths = self.load.lengths(index)
                 self.left[index], self.tokens[index] = len(lengths), sum(lengths)
@@ -212,13 +212,13 @@ class Simulation:
 
     def _take(self) -> None:
         """At most one iteration ahead of the trainer."""
-        if self.book.next >= self.load.iterations or self.book.next > self.trained + 1 or len(self.ready) > 1:
+        if self.tracker.next >= self.load.iterations or self.tracker.next > self.trained + 1 or len(self.ready) > 1:
             return
-        chosen = self.book.take()
+        chosen = self.tracker.take()
         if chosen is not None:
-            self.lags.update(self.book.next - group.version for group in chosen)
+            self.lags.update(self.tracker.next - group.version for group in chosen)
             self.ready.append(sum(self.tokens.pop(group.index) for group in chosen))
-            self.book.consume(group.index for group in chosen)
+            self.tracker.consume(group.index for group in chosen)
 
     def _train(self) -> None:
         waits = self.times.publish_waits and bool(self.arrivals)
@@ -241,7 +241,7 @@ class Simulation:
             for group in server.ended():
                 self.left[group] -= 1
                 if not self.left[group]:
-                    self.book.finish(group, self.book.running.of[group])
+                    self.tracker.finish(group, self.tracker.running.of[group])
         if now >= self.training_ends:
             self.trained, self.training_ends = self.trained + 1, math.inf
             self.ends.append(now)

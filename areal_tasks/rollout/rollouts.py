@@ -1,7 +1,7 @@
 """Has workers generate groups as far ahead as the staleness rule allows, and gives iterations their groups.
 
-The flow keeps the book: which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and
-hold finished groups, which they write when an iteration takes them or after `rollout.flush_seconds`.
+The flow decides which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and hold
+finished groups, which they write when an iteration takes them or after `rollout.flush_seconds`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.background import Background
-from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.links import Assignments, Links
@@ -68,7 +68,7 @@ class Rollouts:
     set, only groups that `take` waits for begin.
     """
 
-    book: Book
+    tracker: GroupTracker
     client: InferenceClient
     order: Callable[[], Begin]
     connect: Callable[[str, Rollouts], Link]
@@ -79,7 +79,9 @@ class Rollouts:
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
     _assigned: Assignments = field(default_factory=Assignments)
-    _waiting: list[int] = field(default_factory=list)  # groups that have begun for the book, and have no worker yet
+    _waiting: list[int] = field(
+        default_factory=list
+    )  # groups that the tracker has admitted, and that have no worker yet
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # ends or repeats the stage that takes groups
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -122,11 +124,11 @@ class Rollouts:
 
     async def _chosen(self) -> list[int]:
         """The next iteration's groups, once the rule allows them and a worker can write them."""
-        while (taken := self.book.take()) is None or not self.links.ready():
+        while (taken := self.tracker.take()) is None or not self.links.ready():
             if self._failure is not None:
                 raise self._failure
             if taken is None and self._is_idle():
-                raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is being generated")
+                raise RuntimeError(f"iteration {self.tracker.next} waits for groups, and none is being generated")
             self._news.clear()
             await self._news.wait()
         return [group.index for group in taken]
@@ -135,7 +137,7 @@ class Rollouts:
         """Whether nothing is being generated, and nothing is awaited of workers, or of servers that get new weights."""
         if self._assigned or not 0 < len(self.links.by_start) == len(self.links.ready()):
             return False
-        return self.client.version is None or self.client.version >= self.book.next - 1
+        return self.client.version is None or self.client.version >= self.tracker.next - 1
 
     async def _written(self, link: Link, part: Part) -> Written | None:
         """Have a worker write a part; None if some of its groups begin again instead."""
@@ -157,7 +159,7 @@ class Rollouts:
     def consume(self, indices: Sequence[int]) -> None:
         """The next iteration has committed these groups."""
         self.rejections.committed()
-        self._forget([*indices, *self.book.consume(indices)])
+        self._forget([*indices, *self.tracker.consume(indices)])
         self.begin()
 
     def follow(self, rule: Staleness, why: str) -> None:
@@ -165,7 +167,7 @@ class Rollouts:
 
         Finished ones are rejected as stale; `why` is the reason that is recorded. No iteration may be taking groups.
         """
-        running, finished = self.book.follow(rule)
+        running, finished = self.tracker.follow(rule)
         self._forget([*running, *finished])
         for index in finished:
             self._reject(index, f"{STALE}: {why}")
@@ -176,13 +178,13 @@ class Rollouts:
     def adapt(self, limits: Rollout, order: Callable[[], Begin]) -> None:
         """Use these settings from now on."""
         self.limits = self.rejections.limits = limits
-        self.book.pace, self.order = limits.pace, order
+        self.tracker.pace, self.order = limits.pace, order
         self.begin()
 
     def _lose(self, groups: Collection[int]) -> None:
         """These groups begin again, and no attempt counts as failed."""
         for group in groups:
-            self.book.withdraw(group)
+            self.tracker.withdraw(group)
         self._forget(groups)
         self.begin()
 
@@ -197,7 +199,7 @@ class Rollouts:
         Groups that have failed are recorded with the commit that counts them, just before it: if a mistake of the
         workflow ends the run, they begin again once it is corrected.
         """
-        settled = self.book.settled
+        settled = self.tracker.settled
         await self._record(lambda: self.rejections.unrecorded)
         return settled, self.spool.places()
 
@@ -241,7 +243,7 @@ class Rollouts:
         """The groups that are under way now. May be called from any thread."""
         generating, verifying = self._assigned.by_url("generating"), self._assigned.by_url("verifying")
         held = self._assigned.by_url("held")
-        return Backlog(generating, verifying, held, self.book.ready() - held.total(), self.client.capacity)
+        return Backlog(generating, verifying, held, self.tracker.ready() - held.total(), self.client.capacity)
 
     async def explained_ends(self) -> frozenset[tuple[str, int]]:
         """Starts of workers that have groups in flight, had some when they were lost, or were asked to end."""
@@ -272,7 +274,7 @@ class Rollouts:
             self._suspect(link, [group for group in lost if self._assigned.by_group[group].state != "held"])
         for group in lost:
             self._assigned.end(group)
-            self.book.withdraw(group)
+            self.tracker.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
             self._background.store(0.0, lambda: True, lambda: self._close(start), self.end)
@@ -313,7 +315,7 @@ class Rollouts:
         self.verdicts += event.verdicts
         if isinstance(event, Finished):
             self._assigned.enter(event.index, "held")
-            self.book.finish(event.index, event.version)
+            self.tracker.finish(event.index, event.version)
             self.rejections.keep()
         else:
             self._assigned.end(event.index)
@@ -339,12 +341,12 @@ class Rollouts:
         """Failed servers or verifiers, and a user's mistake, end the stage; a workflow's failure costs an attempt."""
         self._assigned.end(event.index)
         if event.cause != "workflow":
-            self.book.withdraw(event.index)
+            self.tracker.withdraw(event.index)
             self.end(ERRORS[event.cause](event.reason))
             return
         self.suspects.clear(event.index)
-        attempts = self.book.fail(event.index)
-        level = logging.WARNING if self.book.failures.total() == 1 or self._is_last(attempts) else logging.DEBUG
+        attempts = self.tracker.fail(event.index)
+        level = logging.WARNING if self.tracker.failures.total() == 1 or self._is_last(attempts) else logging.DEBUG
         log.log(level, "group %d, attempt %d: %s", event.index, attempts, event.reason)
         if self._is_last(attempts):
             self._reject(event.index, f"failed: {event.reason}")
@@ -359,7 +361,7 @@ class Rollouts:
 
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
         """A group will not be trained on."""
-        self.book.reject(index)
+        self.tracker.reject(index)
         self.suspects.clear(index)
         failure = self.rejections.add(RejectedGroup(index=index, reason=reason, reward=reward))
         self._failure = self._failure or failure
@@ -381,10 +383,10 @@ class Rollouts:
             return
         if held and not self._taking:
             return
-        running = self.book.running.of
+        running = self.tracker.running.of
         most = self.client.capacity - (len(running) - self._assigned.by_url("verifying").total())
         self._waiting = [group for group in self._waiting if group in running]
-        self._waiting += self.book.lease(version, min(most, self.book.short()) if held else most)
+        self._waiting += self.tracker.lease(version, min(most, self.tracker.short()) if held else most)
         if self._waiting:
             self._give(links)
 
@@ -394,20 +396,20 @@ class Rollouts:
         running = {link: self._assigned.running(link) for link in links}
         suspecting = {by_group[group].link for group in self.suspects.together if group in by_group}
         shares, free = self.suspects.place(self._waiting, running, suspecting)
-        size = -(-min(self.client.capacity, self.book.rule.batch(self.book.next)) // len(links))
+        size = -(-min(self.client.capacity, self.tracker.rule.batch(self.tracker.next)) // len(links))
         others = (group for group in self._waiting if group not in self.suspects)
         for link, groups in [*shares.items(), *self._assigned.in_blocks(others, free, max(size, 1)).items()]:
-            floors = {group: self.book.running.of[group] for group in groups}
+            floors = {group: self.tracker.running.of[group] for group in groups}
             self._assigned.give(link, floors, suspect=link in shares)
         self._waiting = [group for group in self._waiting if group not in by_group]
 
 
-def recover(book: Book, spool: Spool) -> list[RejectedGroup]:
-    """Enter into the book what earlier starts of the flow left in the spool. Returns the groups that they rejected."""
-    waiting, rejected = spool.recover(book.settled)
+def recover(tracker: GroupTracker, spool: Spool) -> list[RejectedGroup]:
+    """Give the tracker what earlier starts of the flow left in the spool. Returns the groups that they rejected."""
+    waiting, rejected = spool.recover(tracker.settled)
     for group in rejected:
-        book.reject(group.index)
-    kept = book.restore(waiting)
+        tracker.reject(group.index)
+    kept = tracker.restore(waiting)
     spool.forget({group.index for group in waiting} - {group.index for group in kept})
     if waiting:
         log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), len(kept))

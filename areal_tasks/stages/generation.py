@@ -18,8 +18,8 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.servers import Servers
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import kind_of
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import judged_with
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Begin
@@ -94,7 +94,7 @@ class Generation:
         self._recipe_at = recipe_at
         self._last = last
         self._first = head.iteration + 1 if head else 0
-        self.book = Book(self._rule(self._first), self._first, settled_after(head))
+        self.tracker = GroupTracker(self._rule(self._first), self._first, settled_after(head))
         self._spooled = spooled_after(head) if head and head.run == run.name else NOTHING_SPOOLED  # a child has its own
         self._held = threading.Event()
         self._recipe: Recipe | None = None
@@ -110,14 +110,14 @@ class Generation:
             UserError: the servers hold other weights than the iteration begins with, too many samples could not be
                 verified, or see `Rollouts.take`.
         """
-        eta = self.book.rule.eta(context.iteration)
+        eta = self.tracker.rule.eta(context.iteration)
         lag = context.iteration if eta else 0  # if they lag, the rule does not let groups begin that would be too old
         check_versions(self._servers.inference(waits=eta == 0), context.iteration, lag)
         rollouts = self._following(context, inputs)
-        wanted, size = self.book.rule.batch(context.iteration), rollouts.limits.group_size
+        wanted, size = self.tracker.rule.batch(context.iteration), rollouts.limits.group_size
 
         def count() -> tuple[int, int]:
-            return min(self.book.ready(), wanted) * size, wanted * size
+            return min(self.tracker.ready(), wanted) * size, wanted * size
 
         with reported(f"rollout {context.iteration}", "samples", count):
             parts = self._servers.call(rollouts.take(prefix), generates=rollouts.client)
@@ -129,7 +129,7 @@ class Generation:
     def consume(self, taken: Sequence[int]) -> None:
         """The iteration's rollout is committed: the groups `taken` are settled, whichever process generated them."""
         if self._rollouts is None:
-            self.book.consume(taken)
+            self.tracker.consume(taken)
         else:
             self._servers.call(_in_loop(partial(self._rollouts.consume, taken)))
 
@@ -160,13 +160,13 @@ class Generation:
         """The recipes of the iterations from `first` on are others now. No iteration may be taking groups."""
         rule, why = self._rule(first), f"too old or too many for what is in force from iteration {first} on"
         if self._rollouts is None:
-            self.book.rule = rule
+            self.tracker.rule = rule
         else:
             self._servers.call(_in_loop(partial(self._rollouts.follow, rule, why)))
 
     def state(self) -> dict[str, Any]:
         """The groups after an iteration, as its commit records them: settled ones, and places of others in spool."""
-        settled, places = self.book.settled, self._spooled
+        settled, places = self.tracker.settled, self._spooled
         if self._rollouts is not None:
             settled, places = self._servers.call(self._rollouts.settled())
         beyond = {"settled": sorted(settled.beyond)} if settled.beyond else {}
@@ -192,11 +192,11 @@ class Generation:
     def _new(self, context: Context, inputs: Inputs) -> Rollouts:
         recipe, run = context.recipe, self._run
         assert isinstance(recipe, RlhfRecipe)
-        self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
+        self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
-        rejected = recover(self.book, spool)
+        rejected = recover(self.tracker, spool)
         rollouts = Rollouts(
-            book=self.book,
+            tracker=self.tracker,
             client=context.engines.servers.inference(waits=False),
             order=order_of(context, recipe, inputs.ref("prompts"), self._made_with),
             connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),

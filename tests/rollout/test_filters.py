@@ -207,8 +207,8 @@ def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
             found.consume(taken)
         ending.cancel()
         assert set(consumed.values()) == {1} and not unwanted & set(consumed)
-        assert set(range(found.book.settled.prefix)) <= {*consumed, *unwanted} and not found.live
-        assert Counter(scene.begun) == Counter({*consumed, *(i for i in unwanted if i in found.book.settled)})
+        assert set(range(found.tracker.settled.prefix)) <= {*consumed, *unwanted} and not found.live
+        assert Counter(scene.begun) == Counter({*consumed, *(i for i in unwanted if i in found.tracker.settled)})
 
     go(work())
 
@@ -235,7 +235,7 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
         by.filters = Filters()
         found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+        await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
 
     go(work())
     later = at(local_store, owner=2)
@@ -272,7 +272,7 @@ def test_what_a_workflow_has_asked_about_keeps_the_verdict_that_it_has_seen(loca
     async def work() -> None:
         found = filtered(scene, local_store, Judge(verify, "with", Filters()), 1, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+        await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
 
     scene = Asking()
     go(work())
@@ -361,7 +361,7 @@ def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> Non
         found = filtered(Numbered(), some_store(), Judge(verify, "with", Filters(equal_rewards=True)))
         with pytest.raises(VerifiersFailed, match="lost again and again"):
             await found.groups()
-        assert not found.book.failures
+        assert not found.tracker.failures
 
     go(work())
 

@@ -19,7 +19,7 @@ from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.rollouts import Rollouts
@@ -90,8 +90,8 @@ def rollouts(
         make = lambda tell: Groups(scene, context, prompt_of, settings, writer(store), tell, judge)  # noqa: E731
         return Near(url, flow, make).link
 
-    book = Book(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
-    return Here(book, client, cast(Any, None), near, settings, at(store), writer(store))
+    tracker = GroupTracker(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
+    return Here(tracker, client, cast(Any, None), near, settings, at(store), writer(store))
 
 
 def reasons(found: Rollouts) -> dict[int, str]:
@@ -159,7 +159,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
         found.held.set()
         scene.version, begun = before, begun_by(found)
         found.begin()
-        await until(lambda: found.book.ready() == len(found.live))
+        await until(lambda: found.tracker.ready() == len(found.live))
         await found.flush()
         await until(lambda: all(found.spool.records([index]) for index in found.live))
         assert begun_by(found) == begun
@@ -177,7 +177,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
 
 def begun_by(found: Here) -> int:
     """How many groups have begun so far, where none has failed."""
-    return found.book.settled.prefix + len(found.live)
+    return found.tracker.settled.prefix + len(found.live)
 
 
 def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
@@ -199,7 +199,7 @@ def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store)
         assert Counter(scene.begun)[1] == Counter(scene.begun)[2] == 3
         assert reasons(found) == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
         found.consume([0, 3, 4, 5])
-        assert found.book.settled == Settled(6)
+        assert found.tracker.settled == Settled(6)
         assert at(local_store, owner=2).recover(Settled()) == ([], [])  # killed now, the flow would try them again
         assert (await found.settled())[0] == Settled(6)  # a commit is to count them
         again = at(local_store, owner=2)
@@ -257,7 +257,7 @@ def test_without_a_server_the_stage_fails_and_its_groups_begin_again_when_it_is_
             await found.groups()
         down[0] = False
         assert await found.groups() == [0, 1, 2, 3]
-        assert Counter(scene.begun) == {0: 1, 1: 1, 2: 1, 3: 2} and not found.book.failures
+        assert Counter(scene.begun) == {0: 1, 1: 1, 2: 1, 3: 2} and not found.tracker.failures
 
     go(work())
 
@@ -340,7 +340,7 @@ def test_a_rollout_of_another_start_settles_its_own_groups() -> None:
             scene.ends[group].set_result(None)
         assert await taking == [4, 5, 6, 7]
         found.consume([0, 1, 2, 9])  # 9 was not begun here; 3 and 4 … 7 are one too many for iteration 1
-        assert found.book.rule.holds(1, Counter(found.live.values()))
+        assert found.tracker.rule.holds(1, Counter(found.live.values()))
         scene.at_once, scene.version = True, 1
         for future in scene.ends.values():
             future.done() or future.set_result(None)
@@ -375,13 +375,13 @@ def test_no_more_groups_are_under_way_than_the_servers_can_be_at() -> None:
 
 def test_groups_of_weights_that_the_next_iteration_does_not_have_wait() -> None:
     """A start that goes back behind a publication has them in its spool."""
-    book = Book(Staleness(lambda k: 2, 9, lambda k: BATCH), 3)
-    assert [group.index for group in book.restore([Finished(20, 3), Finished(21, 4)])] == [20]
+    tracker = GroupTracker(Staleness(lambda k: 2, 9, lambda k: BATCH), 3)
+    assert [group.index for group in tracker.restore([Finished(20, 3), Finished(21, 4)])] == [20]
 
 
 def test_the_weaker_rule_keeps_what_is_late() -> None:
-    book = Book(Staleness(lambda k: 1, 9, lambda k: BATCH, "admission"), 3)
-    assert [group.index for group in book.restore([Finished(20, 0), Finished(21, 4)])] == [20]
+    tracker = GroupTracker(Staleness(lambda k: 1, 9, lambda k: BATCH, "admission"), 3)
+    assert [group.index for group in tracker.restore([Finished(20, 0), Finished(21, 4)])] == [20]
 
 
 # ── the spool ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -394,7 +394,7 @@ def spooled(store: Store, eta: int, flush_seconds: float) -> list[int]:
 
     async def work() -> None:
         taken.extend(await found.groups())
-        await until(lambda: found.book.ready() == (eta + 1) * BATCH)
+        await until(lambda: found.tracker.ready() == (eta + 1) * BATCH)
         if not flush_seconds:
             await until(lambda: all(found.spool.records([index]) for index in found.live))
 

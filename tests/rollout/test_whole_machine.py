@@ -1,8 +1,8 @@
 """A run's flow, workers, spool and commits as one state machine: any of them is killed between any two steps.
 
-All of it is what a run uses, but for HTTP, processes and the trainer: the book, workers and their groups, filters, the
-spool in a real store, and what a commit says of them. Threads run what they are given at once, so that every
-interleaving is one of the machine's choices.
+All of it is what a run uses, but for HTTP, processes and the trainer: the group tracker, workers and their groups,
+filters, the spool in a real store, and what a commit says of them. Threads run what they are given at once, so that
+every interleaving is one of the machine's choices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from test_rollouts import at, sample, writer
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Written
@@ -154,16 +154,18 @@ class Run(RuleBasedStateMachine):
     async def start(self, eta: int) -> None:
         """A start of the flow, from what the store has, as `Generation` does it."""
         self.etas, owner, self.leaving = [eta] * len(self.batches), next(self.owners), set[str]()
-        book = Book(self.bound(), self.commit.next, self.commit.settled, self.pace)
+        tracker = GroupTracker(self.bound(), self.commit.next, self.commit.settled, self.pace)
         if self.commit.rollout is not None:
-            book.consume(self.commit.rollout)
+            tracker.consume(self.commit.rollout)
         spool = replace(at(self.store, owner), first=self.commit.places)
-        recover(book, spool)
-        everything, _ = at(self.store, owner).recover(book.settled)
-        assert {g.index for g in everything if book.rule.deadline(g.version) >= book.next} >= book.finished.of.keys()
-        assert {g.index for g in spool.recover(book.settled)[0]} == {g.index for g in everything}
+        recover(tracker, spool)
+        everything, _ = at(self.store, owner).recover(tracker.settled)
+        assert {
+            g.index for g in everything if tracker.rule.deadline(g.version) >= tracker.next
+        } >= tracker.finished.of.keys()
+        assert {g.index for g in spool.recover(tracker.settled)[0]} == {g.index for g in everything}
         client = cast(InferenceClient, self.servers)
-        self.found = Here(book, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
+        self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
         self.taking: asyncio.Task[list[Written]] | None = None
         self.servers.version = self.trained = self.commit.next
         await self.found.have(set(self.starts.items()))
@@ -176,14 +178,14 @@ class Run(RuleBasedStateMachine):
     @rule(eta=st.integers(1, 3), batch=st.integers(1, 3), later=st.integers(1, 3), turns=st.integers(0, 20))
     def change(self, eta: int, batch: int, later: int, turns: int) -> None:
         """Another η and batch from an iteration on that takes its groups later; η > 0 stays so, as does 0."""
-        first = self.found.book.next + later
+        first = self.found.tracker.next + later
         for k in range(first, len(self.batches)):
             self.etas[k], self.batches[k] = min(self.etas[k], 1) * eta, batch
 
         async def work() -> None:
-            running = set(self.found.book.running.of)
+            running = set(self.found.tracker.running.of)
             self.found.follow(self.bound(), "the test says so")
-            assert not any(index in self.found.book.settled for index in running), "these begin again"
+            assert not any(index in self.found.tracker.settled for index in running), "these begin again"
 
         self.do(work(), turns)
 
@@ -353,21 +355,21 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def the_rule_holds(self) -> None:
-        if hasattr(self, "found") and (book := self.found.book).next < len(self.batches):
-            assert book.rule.holds(book.next, Counter(self.found.live.values()))
+        if hasattr(self, "found") and (tracker := self.found.tracker).next < len(self.batches):
+            assert tracker.rule.holds(tracker.next, Counter(self.found.live.values()))
 
     @invariant()
     def counts_are_those_of_the_groups(self) -> None:
         if not hasattr(self, "found"):
             return
-        book, assigned = self.found.book, self.found._assigned
-        for groups in (book.running, book.finished):
+        tracker, assigned = self.found.tracker, self.found._assigned
+        for groups in (tracker.running, tracker.finished):
             assert groups.counts == Counter(groups.of.values())
-        assert all(group in book or group in book.settled for group in range(book._lowest))
+        assert all(group in tracker or group in tracker.settled for group in range(tracker._lowest))
         found = Counter((one.link, one.state) for one in assigned.by_group.values())
         assert dict(assigned._counts) == dict(found)  # and no link without groups is kept
         for group, one in assigned.by_group.items():
-            assert (group in book.finished.of) == (one.state == "held") and group in assigned.of(one.link)
+            assert (group in tracker.finished.of) == (one.state == "held") and group in assigned.of(one.link)
 
     def teardown(self) -> None:
         """Whatever has happened, the run comes to its end when groups end and nobody is killed: no deadlock."""

@@ -105,12 +105,12 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
         nonlocal found
         found = rollouts(scene, some_store(), eta=eta, group_attempts=3)
         taken: list[int] = []
-        while found.book.settled.prefix <= guilty or len(taken) < 8 * BATCH:  # it may begin again after others
+        while found.tracker.settled.prefix <= guilty or len(taken) < 8 * BATCH:  # it may begin again after others
             scene.version = len(taken) // BATCH
             taken += await found.groups(workers)
             found.consume(taken[-BATCH:])
         assert len(set(taken)) == len(taken) and guilty not in taken
-        assert found.rejections.counts == {"failed": 1} and not found.book.failures
+        assert found.rejections.counts == {"failed": 1} and not found.tracker.failures
         await found.close()
 
     scene, found = Crashing(), cast(Any, None)
@@ -170,7 +170,7 @@ def test_a_worker_keeps_no_more_finished_groups_in_memory_than_it_may(local_stor
     async def work() -> None:
         found = rollouts(Scene(), local_store, eta=3, flush_seconds=3600.0, groups_in_memory=2)
         await found.groups()
-        await until(lambda: len(found.near().groups.finished) <= 2 and found.book.ready() == 4 * BATCH)
+        await until(lambda: len(found.near().groups.finished) <= 2 and found.tracker.ready() == 4 * BATCH)
 
     go(work())
     assert len(at(local_store, owner=2).recover(Settled())[0]) >= 4 * BATCH - 2
@@ -183,7 +183,7 @@ def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: len(scene.ends) == BATCH)
         found.received(found.near().link, Finished(number=77, index=2, version=0))
-        assert 2 in found.book.running.of
+        assert 2 in found.tracker.running.of
         for future in scene.ends.values():
             future.set_result(None)
         assert await taking == [0, 1, 2, 3]

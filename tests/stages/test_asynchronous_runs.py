@@ -71,7 +71,7 @@ def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -
     def execute(jobs: Sequence[Job]) -> list[Built]:
         generation = jobs[0].context.generation
         if generation is not None and jobs[0].label == "train 0":
-            wait_until(lambda: generation.book.ready() == ETA * GROUPS, "all that may begin with these weights")
+            wait_until(lambda: generation.tracker.ready() == ETA * GROUPS, "all that may begin with these weights")
         return run_directly(jobs)
 
     run = drive(tmp_path, "ahead", ahead(), execute)
@@ -110,8 +110,8 @@ def die_ahead(folder: Path, name: str, recipe: Recipe, label: str) -> None:
     def execute(jobs: Sequence[Job]) -> list[Built]:
         generation = jobs[0].context.generation
         if generation is not None and jobs[0].label == label:
-            book = generation.book
-            wait_until(lambda: any(i >= 2 * GROUPS for i in list(book.finished.of)))
+            tracker = generation.tracker
+            wait_until(lambda: any(i >= 2 * GROUPS for i in list(tracker.finished.of)))
             os.kill(os.getpid(), signal.SIGKILL)
         return run_directly(jobs)
 
@@ -148,15 +148,15 @@ def test_a_held_run_begins_nothing_ahead_and_its_finished_groups_are_in_the_stor
         generation, label = jobs[0].context.generation, jobs[0].label
         if label == "train 1":
             assert generation is not None
-            wait_until(lambda: generation.book.ready() > GROUPS, "groups that wait")
+            wait_until(lambda: generation.tracker.ready() > GROUPS, "groups that wait")
             generation.hold(True)
             store = store_in(tmp_path)
             wait_until(lambda: any(record.finished for record in records.read_start(store, "held", 0)), "the store")
         if generation is not None and label.startswith("train"):
-            left[label] = generation.book.live()
+            left[label] = generation.tracker.live()
         if label == "train 3":
             generation.hold(False)
-            wait_until(lambda: generation.book.live() > GROUPS, "groups ahead")
+            wait_until(lambda: generation.tracker.live() > GROUPS, "groups ahead")
         return run_directly(jobs)
 
     run = drive(tmp_path, "held", ahead(rollout={"flush_seconds": 3600.0}), execute)

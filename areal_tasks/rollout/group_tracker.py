@@ -1,7 +1,7 @@
-"""The flow's record of live groups: which weights each began with, and whether it has finished.
+"""The flow's record of live groups: the weights version that each began with, and whether it has finished.
 
-The book admits groups by the staleness rule and selects those that an iteration takes. It uses no clock, network or
-store. Its methods that are called for every group take the same time however many groups are live.
+The tracker admits groups by the staleness rule and selects those that an iteration takes. It uses no clock, network or
+store. The cost of its methods that are called for every group does not depend on the number of live groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_tasks.rollout.staleness import Finished, Staleness, Versions
 
 
 @dataclass
-class Book:
+class GroupTracker:
     """The groups of one start of the flow. `next` is the next iteration to take groups.
 
     Live groups: those `running`, which have begun and not finished, with their floor; and those `finished`, which no
