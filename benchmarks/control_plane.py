@@ -133,7 +133,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
         lambda url, flow: cast(Link, FarWorker(url, flow, work)),
         Rollout(groups=load.groups), Spool(store, "run", 1, "made"), Writer(store, "run", 1, "made"),
     )  # fmt: skip
-    await rollouts.have({(str(n), 0) for n in range(max(1, gpus // 2 // GPUS_PER_WORKER))})
+    await rollouts.use_workers({(str(n), 0) for n in range(max(1, gpus // 2 // GPUS_PER_WORKER))})
     train_seconds = trained_tokens(load) / (gpus / 2 * TRAIN_RATE)
     cost, began = Cost(), 0.0
     for iteration in range(2 * iterations):

@@ -111,7 +111,7 @@ class Workers:
             found += [one for name in self._leaving if (one := self._supervisor.running(name)) is not None]
             if found != self._ready:
                 self._ready = found
-                self._loop.run(manager.have({(one.url, one.restart) for one in found}))
+                self._loop.run(manager.use_workers({(one.url, one.restart) for one in found}))
 
     def backlog(self) -> Backlog | None:
         """The groups that are under way now; None while no component uses the workers. For any thread."""

@@ -43,7 +43,7 @@ from areal_tasks.rollout.orders import (
     Written,
 )  # fmt: skip
 from areal_tasks.rollout.rejections import STALE, Rejections
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.suspects import Suspects
@@ -162,12 +162,12 @@ class Rollouts:
         self._forget([*indices, *self.tracker.consume(indices)])
         self.begin()
 
-    def follow(self, rule: Staleness, why: str) -> None:
+    def change_rule(self, rule: Staleness, why: str) -> None:
         """Apply another rule: of the groups that it has no room for, those under way begin again later.
 
         Finished ones are rejected as stale; `why` is the reason that is recorded. No iteration may be taking groups.
         """
-        running, finished = self.tracker.follow(rule)
+        running, finished = self.tracker.change_rule(rule)
         self._forget([*running, *finished])
         for index in finished:
             self._reject(index, f"{STALE}: {why}")
@@ -175,7 +175,7 @@ class Rollouts:
             log.info("%d groups begin again and %d are rejected: %s", len(running), len(finished), why)
         self.begin()
 
-    def adapt(self, limits: Rollout, order: Callable[[], Begin]) -> None:
+    def change_settings(self, limits: Rollout, order: Callable[[], Begin]) -> None:
         """Use these settings from now on."""
         self.limits = self.rejections.limits = limits
         self.tracker.pace, self.order = limits.pace, order
@@ -193,7 +193,7 @@ class Rollouts:
         for group in groups:
             self._assigned.end(group)
 
-    async def settled(self) -> tuple[Settled, list[Place]]:
+    async def settled(self) -> tuple[SettledGroups, list[Place]]:
         """Which groups are settled, and where in the spool others are.
 
         Groups that have failed are recorded with the commit that counts them, just before it: if a mistake of the
@@ -224,7 +224,7 @@ class Rollouts:
 
     # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+    async def use_workers(self, starts: Collection[tuple[str, int]]) -> None:
         """Use exactly these starts of workers, (address, restart), from now on."""
         self.client.followers = self.links
         for start in self.links.by_start.keys() - set(starts):
@@ -394,7 +394,7 @@ class Rollouts:
         """Assign groups that wait for a worker, as far as suspects permit it."""
         by_group = self._assigned.by_group
         running = {link: self._assigned.running(link) for link in links}
-        suspecting = {by_group[group].link for group in self.suspects.together if group in by_group}
+        suspecting = {by_group[group].link for group in self.suspects.at_once if group in by_group}
         shares, free = self.suspects.place(self._waiting, running, suspecting)
         size = -(-min(self.client.capacity, self.tracker.rule.batch(self.tracker.next)) // len(links))
         others = (group for group in self._waiting if group not in self.suspects)

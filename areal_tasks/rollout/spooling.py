@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.rollout.judging import judged_table
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.staleness import Finished
 from areal_tasks.store import paths, spool
 from areal_tasks.store.backend import Store
@@ -92,7 +92,7 @@ class Spool:
     _closed: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def recover(self, settled: Settled) -> tuple[list[Finished], list[RejectedGroup]]:
+    def recover(self, settled: SettledGroups) -> tuple[list[Finished], list[RejectedGroup]]:
         """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected."""
         waiting: dict[int, Finished] = {}
         rejected: list[RejectedGroup] = []

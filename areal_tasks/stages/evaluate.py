@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rewards.load import verifier_version
-from areal_tasks.rollout.judging import Together, Verdicts
+from areal_tasks.rollout.judging import BatchedVerifier, Verdicts
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
 from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, sizes_of
@@ -78,7 +78,7 @@ def generated_by(client: InferenceClient, context: Context, inputs: Inputs, labe
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
     settings = workflow_context(recipe, sampling, sampling.samples, client, engines.tokenizer)
     if judges_groups(recipe):
-        settings = replace(settings, verify=Verdicts(Together(engines.verifiers.verify)))
+        settings = replace(settings, verify=Verdicts(BatchedVerifier(engines.verifiers.verify)))
     workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
     done: list[Prompt] = []

@@ -162,7 +162,7 @@ class Generation:
         if self._rollouts is None:
             self.tracker.rule = rule
         else:
-            self._servers.call(_in_loop(partial(self._rollouts.follow, rule, why)))
+            self._servers.call(_in_loop(partial(self._rollouts.change_rule, rule, why)))
 
     def state(self) -> dict[str, Any]:
         """The groups after an iteration, as its commit records them: settled ones, and places of others in spool."""
@@ -185,7 +185,7 @@ class Generation:
             self._servers.workers.serve(self._rollouts)
         elif self._recipe != recipe:
             order = order_of(context, recipe, inputs.ref("prompts"), kind)
-            self._servers.call(_in_loop(partial(self._rollouts.adapt, recipe.rollout, order)))
+            self._servers.call(_in_loop(partial(self._rollouts.change_settings, recipe.rollout, order)))
         self._recipe = recipe
         return self._rollouts
 

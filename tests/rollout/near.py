@@ -109,7 +109,7 @@ class Here(Rollouts):
     async def groups(self, workers: int = 1) -> list[int]:
         """The groups that the next iteration takes."""
         if not self.links.by_start:
-            await self.have({(str(n), 0) for n in range(workers)})
+            await self.use_workers({(str(n), 0) for n in range(workers)})
         parts = await self.take(f"run/iteration/attempt={new_attempt()}")
         self.rows = pa.concat_tables([read_table(self.spool.store, part.tables["rollout"]) for part in parts])
         assert self.rows["group_id"].to_pylist() == sorted(self.rows["group_id"].to_pylist())

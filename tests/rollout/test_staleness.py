@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_tasks.rollout.group_tracker import GroupTracker
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.staleness import Finished, Staleness, Versions
 
 BATCHES = st.lists(st.integers(1, 5), min_size=1, max_size=12)
@@ -84,7 +84,7 @@ def test_another_rule_keeps_as_many_finished_groups_as_have_a_schedule(
     for index, (version, finished) in enumerate(groups):
         (tracker.finished if finished else tracker.running).add(index, min(version, k))
     before = tracker.running.of | tracker.finished.of
-    running, finished_ones = tracker.follow(after)
+    running, finished_ones = tracker.change_rule(after)
     kept, live = Counter(tracker.finished.of.values()), Counter((tracker.running.of | tracker.finished.of).values())
     assert after.holds(k, live) and len(before) == live.total() + len(running) + len(finished_ones)
     assert not any(group in tracker for group in [*running, *finished_ones])
@@ -128,7 +128,7 @@ def test_an_iteration_takes_what_is_due_first_and_only_if_the_rest_can_follow(
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
 def test_settled_groups_are_a_set(indices: list[int], prefix: int) -> None:
-    settled = Settled(prefix).add(indices)
+    settled = SettledGroups(prefix).add(indices)
     expected = set(range(prefix)) | set(indices)
     assert {i for i in range(60) if i in settled} == expected
     assert (

@@ -27,7 +27,7 @@ class Manager:
     def __init__(self) -> None:
         self.given: list[Collection[tuple[str, int]]] = []
 
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+    async def use_workers(self, starts: Collection[tuple[str, int]]) -> None:
         self.given.append(starts)
 
     async def heartbeats(self) -> dict[str, Any]:

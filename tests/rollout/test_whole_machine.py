@@ -34,7 +34,7 @@ from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.rollouts import Rollouts, recover
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.worker.groups import Groups
@@ -105,7 +105,7 @@ class Commit:
     """What the last commit says, and the next iteration's rollout if that is committed already."""
 
     next: int = 0
-    settled: Settled = Settled()  # noqa: RUF009 - frozen
+    settled: SettledGroups = SettledGroups()  # noqa: RUF009 - frozen
     places: Sequence[Place] = tuple(NOTHING_SPOOLED)
     rollout: list[int] | None = None
 
@@ -168,7 +168,7 @@ class Run(RuleBasedStateMachine):
         self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
         self.taking: asyncio.Task[list[Written]] | None = None
         self.servers.version = self.trained = self.commit.next
-        await self.found.have(set(self.starts.items()))
+        await self.found.use_workers(set(self.starts.items()))
 
     def bound(self) -> Staleness:
         last, etas, batches = len(self.batches) - 1, list(self.etas), list(self.batches)
@@ -184,7 +184,7 @@ class Run(RuleBasedStateMachine):
 
         async def work() -> None:
             running = set(self.found.tracker.running.of)
-            self.found.follow(self.bound(), "the test says so")
+            self.found.change_rule(self.bound(), "the test says so")
             assert not any(index in self.found.tracker.settled for index in running), "these begin again"
 
         self.do(work(), turns)
@@ -302,7 +302,7 @@ class Run(RuleBasedStateMachine):
             if url in self.leaving:  # it is not started again
                 self.leaving.remove(url)
                 del self.starts[url]
-            await self.found.have(set(self.starts.items()))
+            await self.found.use_workers(set(self.starts.items()))
 
         self.do(work(), turns)
 
@@ -311,7 +311,7 @@ class Run(RuleBasedStateMachine):
         """Another worker, while the others go on."""
         if len(self.starts) < 4:
             self.starts[str(max(map(int, self.starts)) + 1)] = 0
-            self.do(self.found.have(set(self.starts.items())), turns)
+            self.do(self.found.use_workers(set(self.starts.items())), turns)
 
     @rule(pick=st.integers(0), turns=st.integers(0, 20))
     def leave(self, pick: int, turns: int) -> None:
@@ -327,7 +327,7 @@ class Run(RuleBasedStateMachine):
             assert not self.found.near(url).groups.finished, "it holds nothing"
             self.leaving.remove(url)
             del self.starts[url], start
-            await self.found.have(set(self.starts.items()))
+            await self.found.use_workers(set(self.starts.items()))
 
     @precondition(lambda self: self.zombies)
     @rule(pick=st.integers(0), turns=st.integers(0, 20))

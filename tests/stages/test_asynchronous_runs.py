@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stage_driver import GROUPS, drive, finished, left_over, start_driver, start_marked, store_in, tiny
 from waiting import wait_until
 
-from areal_tasks.rollout.settled import Settled, settled_after
+from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import groups_of
 from areal_tasks.stages.jobs import Job, run_directly
@@ -53,7 +53,7 @@ def stage(run: Run, k: int, name: str) -> Any:
 
 def check(run: Run, eta: int = ETA) -> None:
     """What holds of the rows of an asynchronous run, whatever has happened to the flow."""
-    consumed, settled = Counter[int](), Settled()
+    consumed, settled = Counter[int](), SettledGroups()
     for k, groups in enumerate(groups_by_iteration(run)):
         rows = read_table(run.store, stage(run, k, "rollout").tables["rollout"])
         order = list(zip(rows["group_id"].to_pylist(), rows["sample_index"].to_pylist(), strict=True))
@@ -183,5 +183,5 @@ def test_a_replay_keeps_the_groups_whatever_their_age(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 10))
 @settings(max_examples=30)
 def test_commits_say_which_groups_are_settled(beyond: list[int], prefix: int) -> None:
-    settled = Settled(prefix).add(beyond)
-    assert Settled(settled.prefix, frozenset(sorted(settled.beyond))) == settled
+    settled = SettledGroups(prefix).add(beyond)
+    assert SettledGroups(settled.prefix, frozenset(sorted(settled.beyond))) == settled
