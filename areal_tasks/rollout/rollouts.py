@@ -1,4 +1,4 @@
-"""Has workers generate groups as far ahead as the staleness rule allows, and gives iterations their groups.
+"""Leases groups to rollout workers as far ahead as the staleness rule allows, and gives iterations their groups.
 
 The flow decides which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and hold
 finished groups, which they write when an iteration takes them or after `rollout.flush_seconds`.
@@ -54,7 +54,7 @@ from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
-#: What the stage that takes groups raises after an attempt failed for another cause than its workflow.
+#: What the stage that takes groups raises after an attempt at a group failed, unless the workflow is the cause.
 ERRORS: Final[Mapping[Cause, Callable[[str], Exception]]] = {
     "servers": ServerDown, "verifiers": VerifiersFailed, "mistake": UserError,
 }  # fmt: skip
@@ -65,7 +65,7 @@ class Rollouts:
     """The groups of one start of a run. Call all methods in the event loop of `client`, which manages the servers.
 
     `order` makes the first order for a worker; `connect` makes the link to the worker at an address. While `held` is
-    set, only groups that `take` waits for begin.
+    set, no groups begin except those that `take` waits for.
     """
 
     tracker: GroupTracker
@@ -97,15 +97,15 @@ class Rollouts:
     async def take(self, prefix: str) -> list[Written]:
         """The next iteration's groups, in order, as parts of its tables below `prefix`, as soon as the rule allows it.
 
-        Groups that filters rejected are recorded before: they made room for these groups, and must do so again if the
-        flow is killed.
+        Groups that filters rejected are recorded first: other groups began in their place, which a later start of the
+        flow must know.
 
         Raises:
-            ServerDown: no server is left. The running groups begin again with the next call.
+            ServerDown: no server is healthy. The running groups begin again with the next call.
             VerifiersFailed: the verifiers have failed.
             UserError: the workflow raised it, or too many groups were rejected (`Rejections`).
         """
-        if isinstance(self._failure, ServerDown):  # a server may be back; other failures stay
+        if isinstance(self._failure, ServerDown):  # a server may be healthy again; other failures stay
             self._failure = None
         self._taking = True
         try:
@@ -134,13 +134,13 @@ class Rollouts:
         return [group.index for group in taken]
 
     def _is_idle(self) -> bool:
-        """Whether nothing is being generated, and nothing is awaited of workers, or of servers that get new weights."""
+        """Whether no group is assigned, all workers are ready, and the servers have weights that are new enough."""
         if self._assigned or not 0 < len(self.links.by_start) == len(self.links.ready()):
             return False
         return self.client.version is None or self.client.version >= self.tracker.next - 1
 
     async def _written(self, link: Link, part: Part) -> Written | None:
-        """Have a worker write a part; None if some of its groups begin again instead."""
+        """Have a worker write a part; None if that failed and some of its groups begin again."""
         try:
             return await link.write(part)
         except Unavailable:
@@ -157,13 +157,13 @@ class Rollouts:
         return None
 
     def consume(self, indices: Sequence[int]) -> None:
-        """The next iteration has committed these groups."""
+        """Record that the next iteration has committed these groups."""
         self.rejections.committed()
         self._forget([*indices, *self.tracker.consume(indices)])
         self.begin()
 
     def change_rule(self, rule: Staleness, why: str) -> None:
-        """Apply another rule: of the groups that it has no room for, those under way begin again later.
+        """Apply another rule. Running groups for which it has no room begin again later.
 
         Finished ones are rejected as stale; `why` is the reason that is recorded. No iteration may be taking groups.
         """
@@ -182,7 +182,7 @@ class Rollouts:
         self.begin()
 
     def _lose(self, groups: Collection[int]) -> None:
-        """These groups begin again, and no attempt counts as failed."""
+        """Have these groups begin again, without counting a failed attempt."""
         for group in groups:
             self.tracker.withdraw(group)
         self._forget(groups)
@@ -196,8 +196,8 @@ class Rollouts:
     async def settled(self) -> tuple[SettledGroups, list[Place]]:
         """Which groups are settled, and where in the spool others are.
 
-        Groups that have failed are recorded with the commit that counts them, just before it: if a mistake of the
-        workflow ends the run, they begin again once it is corrected.
+        Groups that have failed are recorded only now, just before the commit that counts them: if a mistake in the
+        workflow ends the run before, they begin again once it is corrected.
         """
         settled = self.tracker.settled
         await self._record(lambda: self.rejections.unrecorded)
@@ -225,7 +225,7 @@ class Rollouts:
     # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def use_workers(self, starts: Collection[tuple[str, int]]) -> None:
-        """Use exactly these starts of workers, (address, restart), from now on."""
+        """Use exactly these starts of workers, (address, number of the start), from now on."""
         self.client.followers = self.links
         for start in self.links.by_start.keys() - set(starts):
             link = self.links.by_start.pop(start)
@@ -240,18 +240,18 @@ class Rollouts:
         return await self.links.heartbeats(self._assigned)
 
     def backlog(self) -> Backlog:
-        """The groups that are under way now. May be called from any thread."""
+        """How many groups are under way now, by worker. May be called from any thread."""
         generating, verifying = self._assigned.by_url("generating"), self._assigned.by_url("verifying")
         held = self._assigned.by_url("held")
         return Backlog(generating, verifying, held, self.tracker.ready() - held.total(), self.client.capacity)
 
     async def explained_ends(self) -> frozenset[tuple[str, int]]:
-        """Starts of workers that have groups in flight, had some when they were lost, or were asked to end."""
+        """Starts of workers whose end is no failure: with groups in flight, now or when lost, or asked to end."""
         links = self.links.by_start.items()
         return frozenset(start for start, link in links if link.explained or self._assigned.running(link))
 
     async def leave(self, starts: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Give these workers no more groups. Returns those that hold none any more."""
+        """Give these workers no further groups. Returns those that no longer hold any."""
         links = {start: link for start in starts if (link := self.links.by_start.get(start)) is not None}
         for link in links.values():
             if not link.retired:
@@ -260,14 +260,14 @@ class Rollouts:
         return [start for start in starts if start not in links or not self._assigned.of(links[start])]
 
     def begun(self, link: Link) -> None:
-        """The worker can be given groups from now on."""
+        """Handle that a worker has begun: it can be given groups from now on."""
         link.explained, link.leaving = False, link.retired
         self._news.set()
         self._background.do(self.links.acknowledged())
         self.begin()
 
     def lost(self, link: Link) -> None:
-        """The worker's groups that are not in the store begin again."""
+        """Handle the loss of a worker: its groups that are not in the store begin again."""
         link.ready = False
         if lost := self._assigned.of(link):
             log.warning("%d groups begin again: the rollout worker at %s was lost", len(lost), link.url)
@@ -282,7 +282,7 @@ class Rollouts:
         self.begin()
 
     async def _close(self, start: int) -> None:
-        """Close this start of the spool, so that the lost process records nothing more if it still runs."""
+        """Close this start of the spool, so that the lost process can record nothing if it still runs."""
         await asyncio.to_thread(self.spool.close, start)
 
     def received(self, link: Link, event: Event) -> None:
@@ -328,7 +328,7 @@ class Rollouts:
             )
 
     def _spooled(self, link: Link, event: Spooled) -> None:
-        """Groups were written to the store, and the worker no longer holds them."""
+        """Handle that groups were written to the store, and the worker no longer holds them."""
         link.start = event.record.start
         link.take_back(list(event.numbers))
         stored = {group.index for group in event.record.finished}
@@ -338,7 +338,7 @@ class Rollouts:
         self.spool.note(event.record, mine)
 
     def _fail(self, event: Failed) -> None:
-        """Failed servers or verifiers, and a user's mistake, end the stage; a workflow's failure costs an attempt."""
+        """Handle a failed attempt: the workflow's failure counts as an attempt; any other cause ends the stage."""
         self._assigned.end(event.index)
         if event.cause != "workflow":
             self.tracker.withdraw(event.index)
@@ -352,7 +352,7 @@ class Rollouts:
             self._reject(event.index, f"failed: {event.reason}")
 
     def _suspect(self, link: Link, groups: Sequence[int]) -> None:
-        """A worker was lost with these groups in flight; a single one is taken for the cause."""
+        """Suspect groups with which a worker was lost. A single one is counted as the cause."""
         link.explained = bool(groups)
         self.suspects.worker_ended(groups)
         for group in groups:
@@ -360,7 +360,7 @@ class Rollouts:
                 self._reject(group, f"failed: its rollout worker ended {ends} times while it generated only this group")
 
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
-        """A group will not be trained on."""
+        """Reject a group: it will not be trained on."""
         self.tracker.reject(index)
         self.suspects.clear(index)
         failure = self.rejections.add(RejectedGroup(index=index, reason=reason, reward=reward))
@@ -375,7 +375,7 @@ class Rollouts:
         self._news.set()
 
     def begin(self) -> None:
-        """Lease as many groups as the rule admits; none while new workers start, or while `held` if no stage waits."""
+        """Lease as many groups as the rule admits; none while workers start, or while `held` and no stage waits."""
         for link in self.links.left(self._assigned):
             self._background.do(link.end())
         links, held = self.links.ready(), self.held.is_set()
@@ -391,7 +391,7 @@ class Rollouts:
             self._give(links)
 
     def _give(self, links: Sequence[Link]) -> None:
-        """Assign groups that wait for a worker, as far as suspects permit it."""
+        """Assign groups that wait for a worker; suspects only to workers without other groups."""
         by_group = self._assigned.by_group
         running = {link: self._assigned.running(link) for link in links}
         suspecting = {by_group[group].link for group in self.suspects.at_once if group in by_group}
