@@ -33,7 +33,7 @@ CONNECT_SECONDS: Final = 10.0
 #: How long an idle connection is kept. Less than uvicorn's 5 s, which SGLang uses: a request that is sent while the
 #: server closes the connection fails, which is no reason to evict the server.
 IDLE_SECONDS: Final = 2.0
-LOOK_SECONDS: Final = 25.0  # timeout of a health check: SGLang itself answers 503 after 20 s without a token
+HEALTH_SECONDS: Final = 25.0  # timeout of a health check: SGLang itself answers 503 after 20 s without a token
 QUEUE_SECONDS: Final = 5.0  # timeout of a question for its queue
 CACHE: Final = {"tags": ["kv_cache"]}
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
@@ -247,7 +247,7 @@ class Server:
     async def reads(self, store: str) -> bool:
         """Whether the server loads weights from this store by itself, which plain SGLang does not."""
         try:
-            answer = await self.ask("GET", STORE_OF, seconds=LOOK_SECONDS)
+            answer = await self.ask("GET", STORE_OF, seconds=HEALTH_SECONDS)
         except BadRequest:
             return False
         return bool(answer["url"] == store)
@@ -274,11 +274,11 @@ class Server:
         progress: with `token`, a generated token, unless the server must not generate; else the answer of SGLang's
         scheduler, since the progress of a command is unknown.
         """
-        info = await self.ask("GET", "/server_info", seconds=LOOK_SECONDS)
+        info = await self.ask("GET", "/server_info", seconds=HEALTH_SECONDS)
         if (self.requests or self.elsewhere) and "steps" in info and not info["paused"]:
             return info["steps"]
         if token and not (self.paused or self.lends):
-            check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=LOOK_SECONDS))
+            check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=HEALTH_SECONDS))
             self._tokens.add(check)
             check.add_done_callback(self._tokens.discard)
             await check

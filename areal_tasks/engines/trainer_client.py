@@ -14,7 +14,7 @@ from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 Answer = TypeVar("Answer", bound=Message)
-LOOK_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
+HEALTH_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
 
 
 class TrainerDown(Exception):
@@ -52,23 +52,23 @@ class TrainerClient:
 
     def work(self) -> tuple[int, int]:
         """(samples done, samples in all) of the current command; (0, 0) if unknown. Raises nothing."""
-        health, _ = self._look()
+        health, _ = self._poll()
         return (health.done, health.of) if health is not None and health.busy else (0, 0)
 
     def is_free(self, version: int) -> bool:
         """Whether the trainer holds that version and is idle. Raises nothing."""
-        health, _ = self._look()
+        health, _ = self._poll()
         return health is not None and health.version == version and not health.busy
 
     def heartbeat(self) -> Heartbeat:
         """The trainer's progress, for a watchdog."""
-        health, error = self._look()
+        health, error = self._poll()
         return Heartbeat(None, error) if health is None else Heartbeat(health.progress, health.describe())
 
-    def _look(self) -> tuple[Health | None, str]:
-        """The trainer's health, or why it is unknown after `LOOK_SECONDS`; the caller of a command gets the error."""
+    def _poll(self) -> tuple[Health | None, str]:
+        """The trainer's health, or why it is unknown after `HEALTH_SECONDS`; the caller of a command gets the error."""
         try:
-            return self._exchange(Health, timeout=LOOK_SECONDS), ""
+            return self._exchange(Health, timeout=HEALTH_SECONDS), ""
         except (TrainerDown, UserError) as error:
             return None, str(error)
 

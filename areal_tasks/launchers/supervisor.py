@@ -146,14 +146,14 @@ class Supervisor:
         service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
 
     def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
-        """The addresses of the services, once each of them is ready or given up. Otherwise as `look`."""
+        """The addresses of the services, once each of them is ready or given up. Otherwise as `poll`."""
         while True:
-            ready = self.look(names, weights)
+            ready = self.poll(names, weights)
             if len(ready) == sum(not self._given_up(self.services[name]) for name in names):
                 return [found.url for found in ready]
             time.sleep(POLL_SECONDS)
 
-    def look(
+    def poll(
         self, names: Collection[str], weights: WeightsRef | None = None, explained: Explained = lambda: ()
     ) -> list[Ready]:
         """The services that are ready. One that has ended is restarted after a pause. Does not wait.
@@ -169,14 +169,14 @@ class Supervisor:
             for service in self.services.values():
                 _take_started(service)
             self._end_groups()
-            found = [self._look_at(self.services[name], weights, explained) for name in names]
+            found = [self._poll_one(self.services[name], weights, explained) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
             raise failures[0]
         return [one for one in found if isinstance(one, Ready)]
 
     def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
-        """(name, number of the ended start) of those services that `look` would restart, now or later."""
+        """(name, number of the ended start) of those services that `poll` would restart, now or later."""
         services = [self.services[name] for name in names]
         over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
         return frozenset((spec.name, spec.restart) for spec in over)
@@ -197,7 +197,7 @@ class Supervisor:
                 service.failures = 0
 
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
-        """Stop the services that listen at `urls`, which run but do not work. `look` restarts them. Does not wait."""
+        """Stop the services that listen at `urls`, which run but do not work. `poll` restarts them. Does not wait."""
         with self._lock:
             for service in self.services.values():
                 if service.url in urls and service.stopped is None:
@@ -213,7 +213,7 @@ class Supervisor:
             self.end([service.url], why, grace_seconds=0.0)
 
     def _end_groups(self) -> None:
-        """End what is left of groups of which a service has ended since the last look: they restart together."""
+        """End what is left of groups of which a service has ended since the last poll: they restart together."""
         ended = {s.group: s for s in self.services.values() if s.due is None and s.handle.exit_code() is not None}
         for service in self.services.values():
             runs = service.handle.exit_code() is None and service.stopped is None
@@ -221,7 +221,7 @@ class Supervisor:
                 service.followed = True
                 self._stop(service, f"{ended[service.group].spec.name} has ended", grace_seconds=0.0)
 
-    def _look_at(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
+    def _poll_one(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
         """The service if it is ready, an error if it failed; None: it is starting."""
         try:
             if service.handle.exit_code() is None and not service.url and service.stopped is None:
@@ -288,7 +288,7 @@ class Supervisor:
         service.handle = self._begun(service.job)
 
     def _begun(self, job: Job) -> Handle:
-        """Start it in the background: others are looked at and ended meanwhile, and start at the same time."""
+        """Start it in the background: others are polled and ended meanwhile, and start at the same time."""
         return Starting(partial(self._started, job), job.spec.name)
 
     def _started(self, job: Job) -> Handle:

@@ -11,8 +11,8 @@ from stage_driver import store_in, tiny
 from areal_tasks.engines.sampling import (
     FLOW,
     Flow,
+    Observations,
     Sampler,
-    Seen,
     State,
     cores_used,
     flow_state,
@@ -96,9 +96,9 @@ def test_the_others_do_not_evaluate_while_one_is_held() -> None:
 
 
 def test_shares_of_a_sample_are_those_of_its_looks() -> None:
-    seen = Seen()
+    seen = Observations()
     for now, state in enumerate([works("train"), works("train"), waits("groups"), waits("groups")]):
-        seen.look(state, now)
+        seen.observe(state, now)
     row = seen.row(5.0)
     assert (row["busy"], row["works"], row["waits"]) == (0.5, [("train", 0.5)], [("groups", 0.5)])
     assert (row["doing"], row["waits_for"], row["state_seconds"]) == ("", "groups", 3.0)
@@ -119,7 +119,7 @@ def test_each_service_has_a_row(tmp_path: Path) -> None:
     with Engines(run, recipe, tmp_path / "logs") as engines:
         sampler = Sampler(engines)
         engines.begin()
-        sampler.look()
+        sampler.observe()
         sampler.sample()
         rows = {row["service"]: row for row in sampler.sample()}
     assert rows.keys() >= {FLOW, "trainer", "rollout-0"}

@@ -195,8 +195,8 @@ def test_what_the_cluster_system_takes_back_is_no_failure(begin: Begin, store: S
     wait_until(lambda: service.handle._ran, "an answer of its agent")  # type: ignore[attr-defined]
     service.handle._submitted.waiting = lambda: "Requeued"  # type: ignore[method-assign]
     os.kill(node(store, "ready").pid, signal.SIGKILL)
-    supervisor.look(["ready"])
-    wait_until(lambda: supervisor.look(["ready"]) and service.spec.restart == 1, "the next start", limit=30.0)
+    supervisor.poll(["ready"])
+    wait_until(lambda: supervisor.poll(["ready"]) and service.spec.restart == 1, "the next start", limit=30.0)
     assert service.failures == 0
 
 

@@ -145,7 +145,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(turns):
             await asyncio.sleep(0)  # a turn of the event loop
         if self.leaving:
-            await self.tend()
+            await self.supervise()
         if self.taking is not None and self.taking.done():
             self.took(self.taking.result())
 
@@ -319,9 +319,9 @@ class Run(RuleBasedStateMachine):
         if len(self.starts) > len(self.leaving) + 1:
             staying = [url for url in self.starts if url not in self.leaving]
             self.leaving.add(staying[pick % len(staying)])
-            self.do(self.tend(), turns)
+            self.do(self.supervise(), turns)
 
-    async def tend(self) -> None:
+    async def supervise(self) -> None:
         """As `Workers` does it."""
         for url, start in await self.found.leave([(url, self.starts[url]) for url in self.leaving]):
             assert not self.found.near(url).groups.finished, "it holds nothing"
