@@ -49,7 +49,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Flow:
-    """What the flow knows at one time. `works`: see `Watchdog.registered`; `lacks`: see `ServerPool.states`.
+    """What the flow knows at one time. `works`: see `Watchdog.registered`; `server_waits`: see `ServerPool.states`.
 
     `store`: whether an operation of the store takes longer than `STORE_SECONDS`.
     """
@@ -57,7 +57,7 @@ class Flow:
     works: Sequence[str]
     store: bool = False
     backlog: Backlog | None = None
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    server_waits: Mapping[str, str] = field(default_factory=dict)
 
 
 def first_word(work: str) -> str:
@@ -99,10 +99,10 @@ def server_state(flow: Flow, url: str) -> State:
 
     If one server is held for an evaluation, the others do not evaluate.
     """
-    lacks, held = flow.lacks.get(url, "answers"), "release" in flow.lacks.values()
-    if lacks == "release" or ("evaluate" in stages(flow) and not lacks and not held):
+    waits_for, held = flow.server_waits.get(url, "answers"), "release" in flow.server_waits.values()
+    if waits_for == "release" or ("evaluate" in stages(flow) and not waits_for and not held):
         return State("evaluate")
-    return State(waits_for=lacks) if lacks else worker_state(flow, None)
+    return State(waits_for=waits_for) if waits_for else worker_state(flow, None)
 
 
 def worker_state(flow: Flow, worker: str | None) -> State:

@@ -341,7 +341,7 @@ class Servers:
             ServerDown: all servers failed.
         """
         started, version = time.monotonic(), ref.version
-        self.weights.fetched.outdate()
+        self.weights.fetched.release_older()
         with self._interrupted(client):
             urls = self.call(client.wait_healthy())
             with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):

@@ -18,7 +18,7 @@ from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.service import ModelFolder, ServiceSpec, spec_of
-from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder, trainer_names
+from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, startable_folder, trainer_names
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.choice import on_this_machine
@@ -170,7 +170,7 @@ class Engines:
             self._start_trainer(self.supervisor.start)
         for name in self.servers.workers.names:
             self.supervisor.start(*self._worker(name))
-        if (folder := own_folder(self.run, self.recipe)) is not None:
+        if (folder := startable_folder(self.run, self.recipe)) is not None:
             self._start_servers(folder)
 
     def _start_trainer(self, start: Callable[..., None]) -> None:

@@ -32,14 +32,14 @@ class TrainerClient:
     with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was restarted.
 
     A command has no time limit while it makes progress: the `watchdog` warns of a trainer without progress and finally
-    ends it. `distrust` is called with the reason when the trainer's process must be replaced.
+    ends it. `on_broken` is called with the reason when the trainer's process must be replaced.
     """
 
-    def __init__(self, url: str, access: Access, watchdog: Watchdog, distrust: Callable[[str], object]) -> None:
+    def __init__(self, url: str, access: Access, watchdog: Watchdog, on_broken: Callable[[str], object]) -> None:
         timeout = httpx.Timeout(None, connect=10.0)
         self.http = httpx.Client(base_url=url, headers=access.headers, transport=access.transport(), timeout=timeout)
         self.watchdog = watchdog
-        self.distrust = distrust
+        self.on_broken = on_broken
 
     def run(self, command: Command | None, answer: type[Answer]) -> Answer:
         """The answer to a command (None: /health), during which the watchdog watches the trainer."""
@@ -97,7 +97,7 @@ class TrainerClient:
             return Unavailable(reason)
         if answer.is_server_error:
             failure = f"the trainer failed at {path}: {reason}"
-            self.distrust(failure)
+            self.on_broken(failure)
             return TrainerDown(failure)
         if answer.status_code == 409:
             return TrainerDown(f"{path} does not fit the trainer's state: {reason}")

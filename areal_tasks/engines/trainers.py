@@ -119,7 +119,7 @@ class ResidentTrainer:
             found, self._retrained = self._retrained, []
         return worst(found) if found else None
 
-    def drop(self) -> None:
+    def discard_policy(self) -> None:
         """Discard the policy in memory, because another writer's train stage was committed instead of this one's."""
         with self._locked() as client:
             restore(self.run, client, self._initial(), 0)
@@ -135,8 +135,8 @@ class ResidentTrainer:
         url, *_ = ready(self.supervisor, self.watchdog, self.names)
         if self.client is None or self._address != url:
             self.close()
-            distrust = partial(self.supervisor.end, [url])
-            self.client = TrainerClient(url, self.supervisor.access, self.watchdog, distrust)
+            on_broken = partial(self.supervisor.end, [url])
+            self.client = TrainerClient(url, self.supervisor.access, self.watchdog, on_broken)
             self._address = url
         return self.client
 

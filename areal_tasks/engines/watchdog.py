@@ -1,4 +1,4 @@
-"""Names what a silent run waits for, since when, and ends a service that makes no progress for too long.
+"""Logs what a silent run waits for, and since when; ends a service that makes no progress for too long.
 
 A wait is registered with a function that polls the services concerned. A poll returns a heartbeat per service: a value
 that changes whenever the service makes progress, however long its work takes. A service whose heartbeat does not change
@@ -43,7 +43,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Waited:
-    """A wait of the run: which service is at work, on what, for how long, what ends the wait, the last description."""
+    """A wait of the run: for which service, for what, for how long, what limits it, and the heartbeat's description."""
 
     at: str
     what: str

@@ -22,7 +22,7 @@ import aiohttp
 from pydantic import BaseModel
 
 from areal_tasks.engines.loop_thread import LoopThread
-from areal_tasks.engines.tls import Identity, Trust, introducing
+from areal_tasks.engines.tls import Identity, Trust, mutual_tls
 from areal_tasks.launchers.cluster import LOST, TAKEN_BACK, Cluster, Submitted, Task
 from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
@@ -96,7 +96,7 @@ class RemoteHandle:
         if differs := difference(software(), found.software):
             self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
             return os.EX_CONFIG
-        self._node, self._trust = found, self._launcher.introduced(found)
+        self._node, self._trust = found, self._launcher.agent_tls(found)
         address = found.url.removeprefix("https://").rpartition(":")[0].strip("[]")
         order = Start(token=self._job.token, certificate=self._launcher.identity.sign(found.certificate, address))
         log.info("service %s starts on %s", self._job.spec.name, found.host)
@@ -182,8 +182,8 @@ class RemoteLauncher:
         self.settings = settings
         self.store = store
         self.identity = Identity("arealflow", authority=True)
-        self._me = Identity("flow")
-        self._shown = self.identity.sign(self._me.certificate)
+        self._flow_identity = Identity("flow")
+        self._flow_certificate = self.identity.sign(self._flow_identity.certificate)
         self._cluster = cluster
         self.loop = LoopThread("leases")
         self.session = self.loop.run(self._session())
@@ -218,9 +218,9 @@ class RemoteLauncher:
         spec = job.spec
         return job.log.with_name(LogName(f"{spec.name}.node", spec.owner, spec.restart).file)
 
-    def introduced(self, node: NodeRecord) -> ssl.SSLContext:
+    def agent_tls(self, node: NodeRecord) -> ssl.SSLContext:
         """How the flow connects to an agent: each proves itself to the other."""
-        return introducing(node.certificate, self._me, self._shown)
+        return mutual_tls(node.certificate, self._flow_identity, self._flow_certificate)
 
     def close(self) -> None:
         self.loop.run(self.session.close())

@@ -167,7 +167,7 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
     path = manifest_path(manifest)
     winner, mine = commit_once(context.store, path, manifest)
     if not mine and stage.kind is Kind.TRAIN_STEP:
-        context.engines.actor.drop()  # it holds this attempt's policy, not the committed one
+        context.engines.actor.discard_policy()  # it holds this attempt's policy, not the committed one
     if not mine and stage.on_reuse is not None:
         stage.on_reuse(context, inputs, winner)
     return Built(winner, stage_ref(path, winner), reused=not mine)

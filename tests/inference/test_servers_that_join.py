@@ -142,7 +142,7 @@ def test_or_until_those_in_force_are_written_somewhere() -> None:
             await client.sync(starts(there, joins), [there.url])
             await until(lambda: len(client.healthy()) == 2)
             await client.holding(0, "written now", "zero")
-            await until(lambda: all(server.able for server in client.servers))
+            await until(lambda: all(server.may_generate for server in client.servers))
             assert (there.updates, joins.updates) == ([], ["zero"])
 
     run(test)
@@ -430,7 +430,7 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
     engines.servers.serving = unwritten(9)
     holds_nine(engines, tmp_path)
     ends(engines, 1)
-    wait_until(lambda: all(server.able for server in client.servers))
+    wait_until(lambda: all(server.may_generate for server in client.servers))
     assert [fake.version for fake in supervisor(engines).fakes] == [9, 9] and client.version == 9
 
 
@@ -439,7 +439,7 @@ def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_ag
     engines.servers._loop.run(client.forget_versions())
     ends(engines, 1)
     wait_until(lambda: len(client.healthy()) == 2)
-    assert all(server.able for server in engines.servers.inference().servers)
+    assert all(server.may_generate for server in engines.servers.inference().servers)
 
 
 def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:

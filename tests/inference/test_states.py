@@ -84,13 +84,15 @@ def backlog(generating: int = 0, verifying: int = 0) -> Backlog:
 def test_servers_and_workers(
     found: Backlog | None, lacks: str | None, registered: Sequence[str], server: State, worker: State
 ) -> None:
-    flow = Flow(registered, backlog=found, lacks={} if lacks is None else {"server": lacks})
+    flow = Flow(registered, backlog=found, server_waits={} if lacks is None else {"server": lacks})
     assert (server_state(flow, "server"), worker_state(flow, "one")) == (server, worker)
     assert worker_state(flow, "another") == (waits("requests") if found is None else waits("rule"))
 
 
 def test_the_others_do_not_evaluate_while_one_is_held() -> None:
-    flow = Flow(["evaluate version 3"], backlog=backlog(2), lacks={"held": "release", "server": "", "new": "weights"})
+    flow = Flow(
+        ["evaluate version 3"], backlog=backlog(2), server_waits={"held": "release", "server": "", "new": "weights"}
+    )
     states = [server_state(flow, url) for url in ("held", "server", "new")]
     assert states == [works("evaluate"), works("generate"), waits("weights")]
 

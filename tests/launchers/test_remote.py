@@ -21,7 +21,7 @@ from s3_server import BUCKET, S3Server
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.tls import Identity, introducing
+from areal_tasks.engines.tls import Identity, mutual_tls
 from areal_tasks.launchers import node as node_agent
 from areal_tasks.launchers.cluster import LOST, TAKEN_BACK
 from areal_tasks.launchers.node import Agent, address_in
@@ -104,7 +104,7 @@ def test_an_agent_answers_its_flow_alone(begin: Begin, store: Store) -> None:
     shown = Identity("arealflow", authority=True).sign(stranger.certificate)
     body = node_agent.Stop(grace_seconds=0).model_dump_json()
     trusting = ssl.create_default_context(cadata=agent.certificate)
-    for context in (trusting, introducing(agent.certificate, stranger, shown)):
+    for context in (trusting, mutual_tls(agent.certificate, stranger, shown)):
         with pytest.raises(httpx.HTTPError):
             httpx.post(f"{agent.url}/stop", content=body, verify=context, timeout=LIMIT)
     assert about(supervisor, supervisor.wait(["ready"])[0])["name"] == "ready"

@@ -190,7 +190,7 @@ def services(engines: Engines) -> tuple[int, int]:
     """Servers that may generate, and workers that get groups."""
     client, manager = engines.servers.inference(waits=False), engines.servers.workers._manager
     links = cast(Rollouts, manager).links
-    return sum(server.able for server in client.servers), len(links.ready()) if len(links.by_start) == len(
+    return sum(server.may_generate for server in client.servers), len(links.ready()) if len(links.by_start) == len(
         links.ready()
     ) else -1
 

@@ -18,7 +18,7 @@ GUARD = "AREAL_GUARD_PID"
 
 
 def main() -> None:
-    from areal_tasks.engines.sglang.family import die_with_parent
+    from areal_tasks.engines.sglang.descendants import die_with_parent
 
     if GUARD in os.environ:
         die_with_parent(int(os.environ.pop(GUARD)))

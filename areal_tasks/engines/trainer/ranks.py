@@ -111,7 +111,7 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
     if not place.spawned:
         os.environ.update(environment(place, store.host, store.port))
         _start_others(place, store, cpu_threads(settings), group)
-    meet(place.rank, place.world, dist.PrefixStore("collectives", store), device)
+    join_process_group(place.rank, place.world, dist.PrefixStore("collectives", store), device)
     return group
 
 
@@ -122,20 +122,20 @@ def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     if master:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register(meeting(spec), f"tcp://{url_host(store.host)}:{store.port}")
+            register(rendezvous(spec), f"tcp://{url_host(store.host)}:{store.port}")
         return store
     host, port = at if place.spawned else _find_first(spec)
     return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
 
 
-def meeting(spec: ServiceSpec) -> ServiceSpec:
+def rendezvous(spec: ServiceSpec) -> ServiceSpec:
     """The name under which the store of a trainer on several machines is registered, for this start of it."""
     return spec.model_copy(update={"name": "trainer-meeting"})
 
 
 def _find_first(spec: ServiceSpec) -> tuple[str, int]:
     """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
-    path, store = service_path(spec.run, spec.owner, meeting(spec).name, spec.restart), open_store(spec.store_url)
+    path, store = service_path(spec.run, spec.owner, rendezvous(spec).name, spec.restart), open_store(spec.store_url)
     while True:
         with suppress(Missing):
             host, _, port = read_record(store, path, ServiceRecord).url.removeprefix("tcp://").rpartition(":")
@@ -207,7 +207,7 @@ def rank_device(local_rank: int, world: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
+def join_process_group(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
     """Make this process rank `rank` of `world`; returns when all have joined."""
     use_interface()
     on_gpu = device.type == "cuda"
@@ -243,7 +243,7 @@ def serve_store(host: str, port: int, size: int, timeout: timedelta = TIMEOUT) -
 def ranks_here() -> tuple[int, int, torch.device]:
     """This process's rank, the number of ranks and its device. Without a process group, it makes one of its own."""
     if not dist.is_initialized():
-        meet(0, 1, dist.HashStore(), rank_device(0, 1))
+        join_process_group(0, 1, dist.HashStore(), rank_device(0, 1))
     rank, world = dist.get_rank(), dist.get_world_size()
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return rank, world, rank_device(local_rank, local_world)
