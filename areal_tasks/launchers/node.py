@@ -223,6 +223,8 @@ class Agent:
         return self._handle.exit_code() if self._handle is not None else None
 
     def app(self) -> Starlette:
+        """The HTTP API: /start, /poll and /stop."""
+
         async def start(request: Request) -> Response:
             return await _in_thread(self.start, Start.model_validate_json(await request.body()))
 

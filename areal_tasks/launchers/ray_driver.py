@@ -261,6 +261,7 @@ def amount(key: str, value: float) -> str:
 
 
 def main() -> None:
+    """Connect to Ray, and execute orders until standard input ends."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints goes to the log
     driver = Driver(events)

@@ -67,6 +67,7 @@ class RemoteHandle:
         return self._usage if self._code is None else None
 
     def stop(self, grace_seconds: float = 5.0) -> None:
+        """End the service through its agent, then its task; a lost machine counts as stopped."""
         self._leasing.cancel()
         if self._node is not None and self._code is None:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -193,6 +194,7 @@ class RemoteLauncher:
         return self.identity.certificate
 
     def start(self, job: Job) -> RemoteHandle:
+        """Submit a task that runs the service's node agent. Errors as of `Cluster.submit`."""
         job.log.parent.mkdir(parents=True, exist_ok=True)
         job.log.touch()
         node_job = NodeJob(

@@ -90,6 +90,7 @@ class Job:
         return self.status.reason.replace("None", "") or self.status.state if waits else ""
 
     def exit_code(self) -> int | None:
+        """PREEMPTED if Slurm took the node back; 69 (EX_UNAVAILABLE) if Slurm ended it without a code."""
         if self.status.state not in ENDED:
             return None
         if self.status.state == "PREEMPTED":
@@ -121,6 +122,7 @@ class Jobs:
         self._watch.start()
 
     def submit(self, task: Task) -> Submitted:
+        """Submit a job. Slurm first tests whether it could ever run such a job."""
         if task.resources not in self._possible:  # not every cluster refuses at once what can never run
             self._sbatch(task, "--test-only")
             self._possible.add(task.resources)
@@ -216,6 +218,7 @@ class Steps:
         self._steps: list[Step] = []
 
     def submit(self, task: Task) -> Submitted:
+        """Start a step. UserError if no node of the allocation has as many CPUs."""
         most = max(_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=task.resources.cpus)
         if task.resources.cpus > most:
             raise _refused(task, f"no node of this allocation has more than {most} CPUs", "Lower launcher.resources.")
@@ -241,6 +244,7 @@ class Steps:
         return allocated_nodes(_asked, os.environ["SLURM_JOB_ID"])
 
     def close(self) -> None:
+        """Terminate all steps at once, then wait for each."""
         for step in self._steps:
             if step.exit_code() is None:
                 step.process.terminate()

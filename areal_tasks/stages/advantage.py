@@ -54,6 +54,7 @@ def _penalty_columns(recipe: RlhfRecipe) -> tuple[str, ...]:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Computes the table `advantage`; metric `kept`: the share of samples that are trained on."""
     recipe = context.recipe
     assert isinstance(recipe, RlhfRecipe)
     read = {table: inputs.read(context, table) for table in tables_of(inputs.reads)}

@@ -45,6 +45,7 @@ def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Generates completions (or takes the replayed run's), judges them, and computes accuracy and reward."""
     recipe = context.recipe
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     label = f"evaluate version {context.weights.version}"

@@ -198,7 +198,7 @@ class Engine:
         return self.runner.shapes.prefill_rows[chunk_of(len(batch.tokens))][-1]
 
     def _prefill(self) -> None:
-        """Compute one chunk of prompts with the first one's chunk size; those that are complete get their first token."""
+        """Compute one chunk of prompts with the first one's chunk size; complete prompts get their first token."""
         chunk = self._prefills[0].chunk
         sizes = self.runner.shapes.prefill_rows[chunk]
         group = [p for p in self._prefills if p.chunk == chunk][: sizes[-1]]

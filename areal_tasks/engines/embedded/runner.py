@@ -134,9 +134,7 @@ class Runner:
             )
         damaged = [name for name in held if not torch.isfinite(weights[name]).all()]
         if damaged:
-            raise UserError(
-                f"the weights hold values that are not finite, first in {damaged[0]}; the old ones are kept"
-            )
+            raise UserError(f"the weights hold values that are not finite, first in {damaged[0]}; the old ones stay")
         for name, parameter in held.items():
             parameter.copy_(weights[name])
 

@@ -56,6 +56,7 @@ HEALTH_SECONDS = 30.0  # SGLang answers 503 itself after 20 s without a token
 
 
 def main() -> None:
+    """Run one SGLang server until it ends; exits with its code, or with the reason why it could not start."""
     adopt_orphans()
     watch_lifeline(end_sglang)
     exit_at_sigterm()

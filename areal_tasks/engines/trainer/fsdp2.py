@@ -43,6 +43,7 @@ class Fsdp2Backend(LocalBackend):
         self.parts: list[FSDPModule] = []  # the policy's modules that are each gathered and reduced at once
 
     def load(self, weights: Path, seed: int) -> None:
+        """As `LocalBackend.load`; each rank reads its own share."""
         torch.manual_seed(seed)
         self._forget()
         policy = empty_policy(weights, self.settings)

@@ -77,6 +77,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, Tensor]:
+        """The weighted loss and its rows [K, T]; keeps the gradients of `hidden` [T, H] and `weight` [V, H]."""
         (softmax, to_logits), chunks = kernels(task.compiled), task.chunks()
         total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
         of_hidden, values = torch.empty_like(hidden), list[Tensor]()
