@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: longer than clients do
-AWAY: Final = 75  # EX_TEMPFAIL: exit code of a service that cannot start because store or cluster do not answer
+UNAVAILABLE: Final = 75  # EX_TEMPFAIL: exit code of a service that cannot start because store or cluster do not answer
 
 
 class ModelFolder(BaseModel):
@@ -87,12 +87,12 @@ def read_spec() -> ServiceSpec:
 
 @contextmanager
 def exit_with_reason() -> Iterator[None]:
-    """End the process with the reason on a UserError; with AWAY if the store does not answer: a restart may succeed."""
+    """End the process with the reason on a UserError; with UNAVAILABLE if the store does not answer."""
     try:
         yield
     except Unavailable as error:
         print(error, file=sys.stderr, flush=True)
-        sys.exit(AWAY)
+        sys.exit(UNAVAILABLE)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -15,9 +15,9 @@ from scripted_starts import at_once
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import session
-from areal_tasks.engines.service import AWAY, ServiceSpec, register
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, register
 from areal_tasks.launchers import starts
-from areal_tasks.launchers.cluster import TAKEN_BACK
+from areal_tasks.launchers.cluster import PREEMPTED
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable, open_store
@@ -93,8 +93,8 @@ def test_a_group_restarts_together_while_the_store_comes_and_goes(
     supervisor, launcher = group
     start(supervisor)
     assert len(supervisor.wait(NAMES)) == 2
-    launcher.ends = AWAY
-    supervisor.services[first].handle.code = AWAY  # type: ignore[attr-defined]
+    launcher.ends = UNAVAILABLE
+    supervisor.services[first].handle.code = UNAVAILABLE  # type: ignore[attr-defined]
     for _ in range(60):
         quietly(supervisor)
     launcher.ends = None
@@ -161,7 +161,7 @@ def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor
     launcher.silent = set(NAMES)
     start(supervisor)
     for restart in range(6):
-        supervisor.services["trainer-1"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
+        supervisor.services["trainer-1"].handle.code = PREEMPTED  # type: ignore[attr-defined]
         while restarts(supervisor) == {restart}:
             supervisor.poll(NAMES)
         supervisor.poll(NAMES)  # takes the handles of both starts

@@ -23,7 +23,7 @@ from waiting import LIMIT, alive, wait_until
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.tls import Identity, mutual_tls
 from areal_tasks.launchers import node as node_agent
-from areal_tasks.launchers.cluster import LOST, TAKEN_BACK
+from areal_tasks.launchers.cluster import LOST, PREEMPTED
 from areal_tasks.launchers.node import Agent, address_in
 from areal_tasks.launchers.remote import RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
@@ -205,7 +205,7 @@ def test_a_start_that_the_cluster_system_repeats_ends(begin: Begin, store: Store
     supervisor.wait(["ready"])
     agent = psutil.Process(node(store, "ready").pid)
     again = subprocess.run(agent.cmdline(), env=agent.environ(), check=False, timeout=LIMIT)
-    assert again.returncode == TAKEN_BACK
+    assert again.returncode == PREEMPTED
 
 
 def test_a_question_that_has_waited_for_too_long_renews_no_lease(tmp_path: Path) -> None:

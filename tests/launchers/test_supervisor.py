@@ -19,9 +19,9 @@ from scripted_starts import at_once
 from small_service import make_app
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.engines.service import AWAY, TOKEN, ServiceSpec, make_server, register
+from areal_tasks.engines.service import TOKEN, UNAVAILABLE, ServiceSpec, make_server, register
 from areal_tasks.launchers import starts
-from areal_tasks.launchers.cluster import TAKEN_BACK, ClusterAway
+from areal_tasks.launchers.cluster import PREEMPTED, ClusterUnreachable
 from areal_tasks.launchers.local import InlineLauncher, LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
@@ -201,7 +201,7 @@ def test_a_service_that_was_ready_once_may_fail_while_it_starts_again(begin: Beg
 
 
 def test_a_service_that_finds_no_store_may_be_started_again(begin: Begin) -> None:
-    with pytest.raises(Unavailable, match="'storeless' could not start: the store was away"):
+    with pytest.raises(Unavailable, match="'storeless' could not start: the store did not answer"):
         begin("storeless").wait(["storeless"])
 
 
@@ -259,11 +259,11 @@ def look_until(supervisor: Supervisor, holds: Callable[[], bool]) -> None:
 
 def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = AWAY
+    launcher.ends = UNAVAILABLE
     supervisor.services["two"].handle.stop()
     look_until(supervisor, lambda: launcher.started.count("two") == 6)
     assert supervisor.services["two"].failures == 1
-    with pytest.raises(Unavailable, match="'two' could not start: the store was away"):
+    with pytest.raises(Unavailable, match="'two' could not start: the store did not answer"):
         supervisor.poll(["two"])
     launcher.ends = None
     look_until(supervisor, lambda: supervisor.services["two"].url != "")
@@ -273,7 +273,7 @@ def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Sc
 def test_a_cluster_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     """As little as one that has no machine for the service just now: it had one before."""
     supervisor, launcher = scripted
-    launcher.ends = ClusterAway("Ray's head does not answer")
+    launcher.ends = ClusterUnreachable("Ray's head does not answer")
     supervisor.services["two"].handle.stop()
     look_until(supervisor, lambda: launcher.started.count("two") == 4)
     launcher.ends = UserError("no node has so many GPUs")
@@ -288,8 +288,8 @@ def test_a_cluster_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, 
 
 def test_what_the_cluster_takes_back_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = TAKEN_BACK
-    supervisor.services["two"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
+    launcher.ends = PREEMPTED
+    supervisor.services["two"].handle.code = PREEMPTED  # type: ignore[attr-defined]
     look_until(supervisor, lambda: launcher.started.count("two") == 6)
     assert supervisor.services["two"].failures == 0
 
@@ -401,7 +401,7 @@ def test_a_start_that_never_returns_is_made_again_once_it_was_to_be_stopped(
 
 def test_between_two_starts_without_a_store_is_the_longest_pause(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = AWAY
+    launcher.ends = UNAVAILABLE
     supervisor.services["two"].handle.stop()
     began = []
     for number in (3, 4, 5):
