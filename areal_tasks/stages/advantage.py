@@ -23,8 +23,8 @@ def advantage(recipe: RlhfRecipe) -> Stage:
     """Per token `advantages` and `returns`; per sample the shaped reward and whether it is trained on.
 
     KL in the reward uses the trainer's logprobs of the policy that the iteration begins with, as for the reference. The
-    servers' logprobs replace them only where both run the same code with the same weights; elsewhere their rounding,
-    or the age of their weights, would be penalised.
+    servers' logprobs replace them only if both run the same code with the same weights: otherwise differences in
+    rounding, or older weights, would be penalised.
     """
     penalty = _penalty_columns(recipe) if recipe.algorithm.kl == "reward" else ()
     return Stage(

@@ -1,6 +1,6 @@
-"""Checkpoints, as rare as possible while retraining after one takes no longer than the recipe allows.
+"""Checkpoints, as rare as possible such that retraining after one takes no longer than the recipe allows.
 
-After a restart the weights in force are the committed ones, or new ones if retraining does not reproduce them.
+After a restart the servers get the committed weights, or new ones if retraining does not reproduce these.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def since_checkpoint(commit: IterationCommit) -> float:
 
 
 def write_checkpoint(context: Context, train: StageManifest) -> WeightsRef:
-    """Have the trainer write all that it needs to continue from the result of `train`, and commit it."""
+    """Have the trainer write all that it needs to continue from the result of `train`; commits it."""
     run, version, attempt, started = context.run, train.iteration + 1, new_attempt(), now()
     prefix = paths.checkpoint_attempt(run.name, version, attempt)
     command = Checkpoint(owner=run.owner, version=version, prefix=prefix)

@@ -99,8 +99,8 @@ async def run_groups(
 ) -> list[Sample]:
     """The samples of all groups, in the order of the prompts; `report` is called for each finished group.
 
-    A group that fails or blocks ends all others; so does a time of `seconds` in which none finishes. (How long a group
-    waits for a free server is not limited.)
+    A group that fails or blocks ends all others, and so do `seconds` without a finished group. (How long a group waits
+    for a free server is not limited.)
     """
 
     async def group(prompt: Prompt) -> list[Sample]:
@@ -116,7 +116,7 @@ async def run_groups(
     finally:
         for task in groups:
             task.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)  # the thread ends after it has handled this
+        await asyncio.gather(*groups, return_exceptions=True)  # the thread ends after its groups
         workflow.close()
 
 
