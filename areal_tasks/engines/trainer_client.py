@@ -18,10 +18,10 @@ HEALTH_SECONDS: Final = 5.0  # /health is answered immediately, whatever the tra
 
 
 class TrainerDown(Exception):
-    """The command may be retried; the trainer never steps twice.
+    """The command failed and may be retried; the trainer never steps twice.
 
     The trainer did not answer, since it ended or hangs; or it holds another version than the command names (409); or it
-    failed itself (another 5xx), for example with a CUDA or NCCL error, and its process must be replaced.
+    failed internally (another 5xx), for example with a CUDA or NCCL error, and its process must be replaced.
     """
 
 
@@ -32,7 +32,7 @@ class TrainerClient:
     with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was restarted.
 
     A command has no time limit while it makes progress: the `watchdog` warns of a trainer without progress and finally
-    ends it. `on_broken` is called with the reason when the trainer's process must be replaced.
+    ends it. `on_broken` is called with the reason if the trainer's process must be replaced.
     """
 
     def __init__(self, url: str, access: Access, watchdog: Watchdog, on_broken: Callable[[str], object]) -> None:
@@ -66,7 +66,7 @@ class TrainerClient:
         return Heartbeat(None, error) if health is None else Heartbeat(health.progress, health.describe())
 
     def _poll(self) -> tuple[Health | None, str]:
-        """The trainer's health, or why it is unknown after `HEALTH_SECONDS`; the caller of a command gets the error."""
+        """The trainer's health, or None and why it is unknown after `HEALTH_SECONDS`."""
         try:
             return self._exchange(Health, timeout=HEALTH_SECONDS), ""
         except (TrainerDown, UserError) as error:

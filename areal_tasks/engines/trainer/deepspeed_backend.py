@@ -56,8 +56,8 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 class GatedAdamW(torch.optim.AdamW):
     """AdamW that steps only while `open`.
 
-    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can leave out
-    an unwanted step.
+    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can skip an
+    unwanted step.
     """
 
     open = False

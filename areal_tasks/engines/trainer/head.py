@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadTask:
-    """What the head is to compute: scores of `targets`, or with `loss` the sum of `weights` · loss."""
+    """A computation of the head: scores of `targets`, or with `loss` the sum of `weights` · loss."""
 
     targets: Int[Tensor, " T"]
     temperature: float

@@ -1,4 +1,4 @@
-"""The processes of a `Group`: which process starts the others, the device of each, and that all end together.
+"""The processes of a `Group`: which process starts the others, the device of each, and how all end when one does.
 
 Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
 with the environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
@@ -47,9 +47,9 @@ from schemas.recipe.training import Trainer
 
 log = logging.getLogger(__name__)
 
-#: Between a rank's failure and the end of the group, so that rank 0 can answer with the reason.
+#: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
-FIND_SECONDS: Final = 0.2  # between two looks for the record of rank 0
+FIND_SECONDS: Final = 0.2  # between two polls for the record of rank 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
 
 
 def rendezvous(spec: ServiceSpec) -> ServiceSpec:
-    """The name under which the store of a trainer on several machines is registered, for this start of it."""
+    """The specification under whose name the key-value store of a trainer on several machines is registered."""
     return spec.model_copy(update={"name": "trainer-meeting"})
 
 
@@ -271,7 +271,7 @@ def gather_on_first(
 ) -> Shaped[Tensor, " N"] | None:
     """On rank 0: a vector of `size` elements, of which those of each rank are at `places(rank)`. Elsewhere none.
 
-    No other rank holds more than its own, and rank 0 besides the vector what one rank sends.
+    Other ranks hold only their own elements; rank 0 holds the vector and, at a time, those that one rank sends.
     """
     if rank > 0:
         dist.send(mine, 0)

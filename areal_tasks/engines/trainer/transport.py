@@ -50,7 +50,7 @@ class WeightTransferRejected(UserError):
 
 
 class Unanswered(Exception):
-    """A server died, hangs, or failed internally: the request is not at fault."""
+    """A server died, hangs, or failed internally: the request is not the cause."""
 
 
 class Sender:
@@ -211,7 +211,7 @@ class _Handles(ForkingPickler):
 
 
 def handles_of(tensors: Named) -> str:
-    """With what a server on the same GPU maps `tensors`, once all that was queued for them is done."""
+    """Handles with which a server on the same GPU maps `tensors`. Waits for the work queued on them."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # other processes do not wait for this one's streams
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -265,7 +265,10 @@ def _post(url: str, access: Access, body: dict[str, Any]) -> None:
 
 
 def failed(calls: Calls, own_error: Exception | None) -> Failures:
-    """The receivers that failed. If one did, others' silence and an error of the trainer may be consequences."""
+    """The receivers that failed, and those without an answer. Raises a refusal, or the trainer's own error.
+
+    If a receiver failed, silence of others and an error of the trainer may be consequences.
+    """
     errors = _errors(calls)
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
     if (refusal := _refusal(errors)) is not None:
