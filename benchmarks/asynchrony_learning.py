@@ -1,4 +1,4 @@
-"""What old samples cost in learning: the quickstart with several η, from the same SFT weights, with several seeds.
+"""The effect of old samples on learning: the quickstart with several η, from the same SFT weights, by several seeds.
 
     python -m benchmarks.asynchrony_learning [--seeds 1,2,3,4,5] [--only VARIANT,…] [key=value …]
 
@@ -32,8 +32,8 @@ from schemas.recipe.recipe import RlhfRecipe
 class Variant:
     """Overrides of the recipe, and the share of time in which the server may compute.
 
-    A sample of the quickstart has four tokens at most, and is done in a few ms: new weights never find one under way.
-    They do where the server is stopped most of the time.
+    A sample of the quickstart has at most four tokens and takes a few ms, so that new weights never interrupt one. They
+    do if the server is stopped most of the time.
     """
 
     overrides: Sequence[str] = ()
@@ -80,7 +80,7 @@ class Learned:
 
     @property
     def reward(self) -> float:
-        """Of the last tenth of the iterations."""
+        """The mean reward of the last tenth of the iterations."""
         return statistics.mean(self.rewards[len(self.rewards) * 9 // 10 :])
 
 
@@ -123,7 +123,7 @@ def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequen
 
 
 def learned(store: Store, run: str, variant: str, seed: int) -> Learned:
-    """What the tables of a finished run say."""
+    """The result of a finished run, from its tables."""
     curve = run_sql(store, run, CURVE).to_pydict()
     [last], [stale] = (run_sql(store, run, query).to_pylist() for query in (LAST, STALE))
     lag = max(curve["lag"])

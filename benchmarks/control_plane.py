@@ -1,4 +1,4 @@
-"""What the flow itself does for the groups of a run on 64, 512 and 1,024 GPUs: its bookkeeping, measured.
+"""The cost of the flow's bookkeeping for the groups of a run on 64, 512 and 1,024 GPUs, measured.
 
     python -m benchmarks.control_plane [--gpus 64 512 1024] [--iterations 6]
 
@@ -41,7 +41,7 @@ from benchmarks.simulate_scale import GROUPS_PER_GPU
 from schemas.recipe.sections import Rollout
 
 ETA: Final = 4
-TRAIN_RATE: Final = 9_339.0  # tokens a second and GPU, 7B on an H200
+TRAIN_RATE: Final = 9_339.0  # tokens per second and GPU, 7B on an H200
 TOKEN_SECONDS: Final = 0.0125  # of a sample among 512 on a server
 SLOTS: Final = 512  # samples that a server generates at once
 GPUS_PER_WORKER: Final = 8
@@ -52,7 +52,7 @@ TURNS: Final = 4  # of the event loop, for what a message sets off
 
 @dataclass
 class Servers:
-    """What `Rollouts` asks of the client of the servers."""
+    """The part of the servers' client that `Rollouts` uses."""
 
     capacity: int
     version: int = 0
@@ -62,16 +62,16 @@ class Servers:
 
 @dataclass
 class Cost:
-    """Processor seconds of the flow's side: of all its work, and of taking an iteration's groups."""
+    """CPU seconds of the flow's side: of all its work, and of taking an iteration's groups."""
 
     whole: float = 0.0
     taking: float = 0.0
     messages: int = 0
-    parts: int = 0  # of iterations: a shard each
+    parts: int = 0  # of iterations, with one shard each
 
 
 class FarWorker:
-    """A link to a worker whose groups end as the simulated clock says."""
+    """A link to a worker whose groups end by the simulated clock."""
 
     def __init__(self, url: str, flow: Rollouts, work: Work) -> None:
         self.url, self.busy, self.start = url, dict[str, int](), None
@@ -110,7 +110,7 @@ class Work:
         heapq.heappush(self.ends, (when, next(self.order), worker, event))
 
     def next_news(self, until: float) -> dict[FarWorker, list[Event]]:
-        """What ends within a round trip from the next end on, by worker; nothing if that is after `until`."""
+        """The groups that end within a round trip after the next end, by worker; none if that is after `until`."""
         if not self.ends or self.ends[0][0] > until:
             self.clock = until
             return {}
@@ -123,7 +123,7 @@ class Work:
 
 
 async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
-    """What so many iterations cost, after as many that warm up; and the simulated seconds they take."""
+    """The cost of `iterations` iterations, after as many for warm-up, and their simulated seconds."""
     load = Load(groups=GROUPS_PER_GPU * gpus)
     rule = Staleness(lambda k: ETA, 10**6, lambda k: load.groups)
     servers = Servers(capacity=gpus // 2 * SLOTS // load.group_size)
@@ -151,7 +151,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
 
 
 async def step(work: Work, cost: Cost, until: float, taking: asyncio.Future[Any] | None = None) -> list[Written]:
-    """Deliver news until `taking` has its groups, as these parts, or until then."""
+    """Deliver events until `taking` has its groups, as these parts, or until the time `until`."""
     while work.clock < until:
         begun = time.process_time()
         for _ in range(TURNS):
@@ -171,7 +171,7 @@ async def step(work: Work, cost: Cost, until: float, taking: asyncio.Future[Any]
 
 
 def trained_tokens(load: Load) -> float:
-    """Of an iteration, with prompts, from the lengths of some groups."""
+    """The tokens of an iteration, prompts included, estimated from the lengths of some groups."""
     some = random.Random(0).sample(range(10**6), 1000)
     mean = sum(sum(load.lengths(index)) for index in some) / len(some)
     return load.groups * (mean + load.prompt * load.group_size)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=6)
     options = parser.parse_args(arguments)
     print(machine(), "load", os.getloadavg()[0])
-    print("| GPUs | groups | s an iteration | messages | parts | CPU s | share of a core | taking, s | memory, MB |")
+    print("| GPUs | groups | s per iteration | messages | parts | CPU s | share of a core | taking, s | memory, MB |")
     print("| --- " * 9 + "|")
     for gpus in options.gpus:
         with tempfile.TemporaryDirectory() as folder:

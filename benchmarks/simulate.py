@@ -1,4 +1,4 @@
-"""What asynchrony should bring: a discrete-event simulation with measured times and the product's own staleness rule.
+"""The speed-up to expect of asynchrony: a discrete-event simulation with measured times and the real staleness rule.
 
     python -m benchmarks.simulate                       # speed-up by η, rule and split, on two and four GPUs
     python -m benchmarks.simulate times.json            # with the times of another model or machine
@@ -34,9 +34,9 @@ class Times:
     step: float = 0.0033  # of decoding, however few samples
     step_per_sample: float = 6.6e-6
     step_per_token: float = 0.0  # in the caches of the samples
-    prefill_rate: float = 175_000.0  # tokens a second that a server prefills
-    train_rate: float = 53_000.0  # tokens a second and GPU
-    train_fixed: float = 0.15  # of an iteration, whatever its tokens: commit, pure stages
+    prefill_rate: float = 175_000.0  # tokens per second that a server prefills
+    train_rate: float = 53_000.0  # tokens per second and GPU
+    train_fixed: float = 0.15  # seconds per iteration, whatever its tokens: commit, pure stages
     publish: float = 0.2
     publish_waits: bool = False  # the trainer, for the end of a publication
     pause: float = 0.005  # in place: what the servers stand still
@@ -131,7 +131,7 @@ class Server:
             yield group
 
     def stall(self, seconds: float) -> None:
-        """The server decodes nothing for so long."""
+        """Stop decoding for `seconds`."""
         self.clock += seconds
 
     def cached_tokens(self) -> float:
@@ -163,7 +163,7 @@ class Server:
 class Outcome:
     """Seconds of a run, the share in which the trainer had nothing to do, and the lag of each group consumed.
 
-    `ends` is when each iteration's weights were there.
+    `ends`: the time at which each iteration's weights were complete.
     """
 
     seconds: float
@@ -211,7 +211,7 @@ class Simulation:
                 return
 
     def _take(self) -> None:
-        """At most one iteration ahead of the trainer."""
+        """Take an iteration's groups, at most one iteration ahead of the trainer."""
         if self.tracker.next >= self.load.iterations or self.tracker.next > self.trained + 1 or len(self.ready) > 1:
             return
         chosen = self.tracker.take()
@@ -229,7 +229,7 @@ class Simulation:
             self.training_ends = self.clock + seconds + self.times.train_fixed
 
     def _step(self) -> None:
-        """On to the next thing that happens."""
+        """Advance to the next event."""
         arrival = min((when for when, _ in self.arrivals), default=math.inf)
         ends = min(server.next_end() for server in self.servers)
         now = min(arrival, ends, self.training_ends)
@@ -267,7 +267,7 @@ def synchronous(gpus: int) -> Layout:
 
 
 def speed_up(load: Load, layout: Layout, times: Times) -> tuple[float, Outcome]:
-    """Against synchronous over as many GPUs."""
+    """The speed-up over a synchronous run on as many GPUs."""
     base = Simulation(load, synchronous(layout.gpus), times).run()
     found = Simulation(load, layout, times).run()
     return base.seconds / found.seconds, found
@@ -282,7 +282,7 @@ def row(load: Load, layout: Layout, times: Times) -> str:
     return f"| {name} | {ratio:.2f} | {seconds:.1f} | {found.trainer_idle:.0%} | {lags} |"
 
 
-HEAD = "| layout | speed-up | seconds an iteration | trainer idle | groups by lag |\n|---|---|---|---|---|"
+HEAD = "| layout | speed-up | seconds per iteration | trainer idle | groups by lag |\n|---|---|---|---|---|"
 
 
 def tables(load: Load, times: Times) -> Iterator[str]:
