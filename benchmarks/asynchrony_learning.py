@@ -131,6 +131,7 @@ def learned(store: Store, run: str, variant: str, seed: int) -> Learned:
 
 
 def print_table(found: Sequence[Learned]) -> None:
+    """Print a row per variant: means over seeds, and differences to the synchronous run of the same seed."""
     base = {one.seed: one.reward for one in found if one.variant == "eta-0"}
     print(
         "| variant | runs | reward at the end | less eta-0, by seed | mean | accuracy | greatest lag | stale_kv | s |"
@@ -142,11 +143,11 @@ def print_table(found: Sequence[Learned]) -> None:
 
 
 def _row(variant: str, runs: Sequence[Learned], base: Mapping[int, float]) -> str:
-    apart = [one.reward - base[one.seed] for one in runs if one.seed in base]
+    gains = [one.reward - base[one.seed] for one in runs if one.seed in base]
     reward, accuracy, stale = (
         statistics.mean(getattr(one, name) for one in runs) for name in ("reward", "accuracy", "stale_kv")
     )
-    by_seed, mean = " ".join(f"{d:+.3f}" for d in apart), f"{statistics.mean(apart):+.3f}" if apart else ""
+    by_seed, mean = " ".join(f"{d:+.3f}" for d in gains), f"{statistics.mean(gains):+.3f}" if gains else ""
     lag, seconds = max(one.lag for one in runs), statistics.median(one.elapsed[-1] for one in runs)
     shown = f"{reward:.3f} | {by_seed} | {mean} | {accuracy:.3f} | {lag} | {stale:.2%} | {seconds:.0f}"
     return f"| {variant} | {len(runs)} | {shown} |"

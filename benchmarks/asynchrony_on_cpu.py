@@ -82,6 +82,7 @@ def rows(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("folder", type=Path)
     made.add_argument("--seeds", default="1,2,3,4,5")

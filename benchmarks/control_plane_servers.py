@@ -136,6 +136,7 @@ def prefect_units(folder: Path) -> tuple[Unit, Unit]:
 
 
 def store_units(store: Store, folder: Path) -> StoreUnits:
+    """The costs of this store; `folder` is for fetched files."""
     name, record, part = f"units-{uuid.uuid4().hex}", os.urandom(RECORD), os.urandom(PART)
     return StoreUnits(
         create=cost(lambda n: store.create(f"{name}/{n}.json", record)),
@@ -183,6 +184,7 @@ COLUMNS: Final = (
 
 
 def row(gpus: int, side: tuple[Cost, float], prefect: tuple[Unit, Unit], units: StoreUnits, counted: Counted) -> str:
+    """The row of the table for this number of GPUs."""
     (of_flow, seconds), (run_of_task, artifact) = side, prefect
     what, artifacts = asked(gpus, of_flow.parts, counted), counted.tasks + OTHER_ARTIFACTS
     of_prefect = counted.tasks * run_of_task.server + artifacts * artifact.server

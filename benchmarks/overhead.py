@@ -171,6 +171,7 @@ def prefect_server(folder: Path) -> Iterator[str]:
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait for the Prefect server. RuntimeError if it does not start within a minute."""
     for _ in range(300):
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=2).is_success:
@@ -182,6 +183,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def print_table(medians: dict[str, float]) -> None:
+    """Print milliseconds per iteration, and the ratios of loop and flow to the bare loop."""
     bare, loop_ms, flow_ms = (medians.pop(name) for name in ("bare", "loop", "flow"))
     print(f"{'an iteration as':34s} {'ms':>8s} {'÷ bare':>8s}")
     for name, value in (("bare Python loop", bare), ("services + store", loop_ms), ("the flow, with Prefect", flow_ms)):

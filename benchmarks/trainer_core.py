@@ -225,6 +225,7 @@ def gradient(policy: Policy) -> Tensor:
 
 
 def show(result: Result) -> None:
+    """Print a result in one line."""
     steps = " ".join(f"{s:.3f}" for s in result.step_seconds)
     print(
         f"{result.shape:5} {result.backend:6} {result.tokens_per_second:10,.0f} tokens/s  MFU {result.mfu:6.1%}  "

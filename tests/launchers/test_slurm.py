@@ -240,7 +240,7 @@ def test_in_an_allocation_tasks_are_steps(cluster: Slurm, begin: Begin) -> None:
 def test_jobs_are_looked_at_again_after_an_answer_that_nobody_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(["7|RUNNING\n", "7|COMPLETED|None|0|node1|\n"])
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(slurm, "_need", lambda *commands: None)
+    monkeypatch.setattr(slurm, "_require", lambda *commands: None)
     monkeypatch.setattr(slurm, "_run", lambda *command: next(answers))
     jobs = slurm.Jobs(Launcher(type="slurm").slurm)
     jobs._jobs.append(job := slurm.Job("7", Task("a", (), {}, Resources(), Path(__file__)), jobs))
