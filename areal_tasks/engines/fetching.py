@@ -55,7 +55,7 @@ class Fetched:
             yield folder
 
     def hold(self, folder: AbstractContextManager[Path]) -> Path:
-        """Use `folder`, which holds newer weights, until others are newer."""
+        """Use `folder`, which holds newer weights than all before."""
         self.release_older()
         return self._last.enter_context(folder)
 

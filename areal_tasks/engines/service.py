@@ -138,6 +138,7 @@ def endpoint(
     """
 
     async def answer(request: Request) -> Response:
+        """The response to one request."""
         try:
             found = await handle(request)
         except Exception as error:

@@ -230,6 +230,7 @@ def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with:
     detokenizer = engines.ends.detokenizer
 
     def order() -> Begin:
+        """The first order with the servers that may generate now."""
         assert engines.initial is not None, "there are servers"
         return Begin(
             recipe=recipe.model_dump(mode="json"),

@@ -206,6 +206,7 @@ class Loop:
         context = replace(self._context(k), uncommitted={name: one.ref for name, one in built.items()})
 
         def work() -> tuple[dict[str, Built], list[int]]:
+            """The stages built so far, and the groups that the iteration takes."""
             found = dict(once)
             for level in plan.levels():
                 possible = [s for s in level if s.ahead or (s.kind is Kind.PURE and not s.once)]

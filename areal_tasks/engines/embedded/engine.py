@@ -122,6 +122,7 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            """Run the action in the engine's thread, and give its outcome to the future."""
             if self.failure is not None:
                 future.set_exception(RuntimeError(self.failure))
                 return

@@ -70,6 +70,7 @@ def refuse_unknown_tokens(manager: Any) -> None:
 
     @wraps(validate)
     def checked(self: Any, request: Any, input_ids: list[int] | None) -> None:
+        """`_validate_one_request` after the check of all token ids."""
         known = self.model_config.vocab_size
         if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
             unknown = next(token for token in input_ids if not 0 <= token < known)
@@ -85,6 +86,7 @@ def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
 
     @wraps(pause)
     async def paused(self: Any, order: Any) -> None:
+        """`pause_generation` after all requests have been aborted."""
         if order.mode == "abort":
             self.is_pause = True  # new requests wait
             self.abort_request(abort_all=True)

@@ -176,6 +176,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, fullgraph=True)
 
     def call(logits: Tensor, *others: Any) -> Any:
+        """Call the compiled function for any number of rows."""
         if not len(logits):
             return function(logits, *others)
         for tensor in (logits, *(o for o in others if isinstance(o, Tensor))):

@@ -61,6 +61,7 @@ def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) 
     def objective(
         logprobs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], where: Int[Tensor, " T"]
     ) -> Float[Tensor, "K T"]:
+        """An `Objective`."""
         own, behaviour = logprobs.detach(), columns["behaviour"][where]
         limit = settings.log_ratio_limit
         start = columns["proximal"][where] if "proximal" in columns else own

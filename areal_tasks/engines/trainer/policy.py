@@ -151,6 +151,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     found = torch.compile(function)
 
     def call(*args: Any, **options: Any) -> Any:
+        """Call the compiled function with sizes marked as dynamic."""
         for tensor in _tensors((*args, *options.values())):
             if not hasattr(tensor, _MARKED):  # most tensors are the same for every layer
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 1][: tensor.ndim])  # rows and positions, or bounds

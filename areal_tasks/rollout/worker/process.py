@@ -79,6 +79,7 @@ def make_app(spec: ServiceSpec) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        """While inside, the worker closes when its flow ends (`DUTIES`); else at the end."""
         loop = asyncio.get_running_loop()
         duty = lambda: asyncio.run_coroutine_threadsafe(worker.close(), loop).result(FAREWELL_SECONDS)  # noqa: E731
         DUTIES.append(duty)
