@@ -188,7 +188,7 @@ class Step:
         self.output = output
 
     def waiting(self) -> str:
-        """ "Resources" until the step has printed that it begins: `srun` does not report that a step waits."""
+        """`Resources` until the step has printed that it begins: `srun` does not report that a step waits."""
         waits = self.exit_code() is None and BEGINS not in self.output.read_text(errors="replace")
         return "Resources" if waits else ""
 
