@@ -1,11 +1,11 @@
-"""What generation that runs while the trainer trains brings on a CPU, where each of the two has one core.
+"""The speed-up by generation during training on a CPU, where each of the two has one core.
 
     python -m benchmarks.asynchrony [--iterations 40] [--rounds 1] [--etas 1,2,4] [--rows FILE] [key=value …]
 
-A small model from nothing, whose samples end at random (their lengths have a tail), is trained with a learning rate
-that does not change it: every configuration has the same work. First unpinned and synchronous, two cores for server and
-trainer in turn; then with each of them pinned to one of the two: synchronous, and with each η. The flow's process is
-not pinned. An iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
+A small randomly initialised model, whose samples end at random (their lengths have a tail), is trained with a learning
+rate of 1e-9, so that every configuration has the same work. First unpinned and synchronous: two cores for server and
+trainer in turn. Then each of the two is pinned to one core: synchronous, and with each η. The flow's process is not
+pinned. An iteration's time is the difference between two commits. `key=value` overrides fields of the recipe.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PINNED: Final = "pinned, η = "
 class Measured:
     """Seconds per iteration; mean seconds of the stages rollout and train; shares of tokens by their sample's lag.
 
-    `step` are the seconds of a decoding step, by this run if it is synchronous, else by the one before; `simulated`
-    are the seconds per iteration that `simulate_run` gives with it.
+    `step`: seconds of a decoding step, measured in this run if it is synchronous, else in the previous one;
+    `simulated`: seconds per iteration that `simulate_run` computes with it.
     """
 
     name: str
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def measure(eta: int, pinned: bool, overrides: Sequence[str], step: float) -> Measured:
-    """One run, in a store of its own; `step`: of a synchronous run before."""
+    """One run, in its own store; `step`: that of a previous synchronous run."""
     threads = 1 if pinned else 2
     own = [f"rollout.max_head_offpolicyness={eta}", f"inference.threads={threads}", f"trainer.threads={threads}"]
     recipe = cast(RlhfRecipe, load_recipe("quickstart", [*RECIPE, *overrides, *own]))
@@ -100,10 +100,10 @@ def measure(eta: int, pinned: bool, overrides: Sequence[str], step: float) -> Me
 
 @contextmanager
 def pinning(pinned: bool) -> Iterator[None]:
-    """While inside, services of a run are started on two cores: the trainer on one, the others on another, if `pinned`.
+    """While inside, if `pinned`, the trainer of a run is started on one core, and the other services on another.
 
     Raises:
-        SystemExit: there is one core.
+        SystemExit: there is only one core.
     """
     cores = [set(core[:1]) for core in physical_cores()]
     if len(cores) < 2:
@@ -124,12 +124,12 @@ def pinning(pinned: bool) -> Iterator[None]:
 
 
 def print_table(found: Sequence[Measured]) -> None:
-    """A row for each configuration: medians, and the shares of the last run."""
+    """Print a row for each configuration: medians, and the shares of the last run."""
     names = list(dict.fromkeys(one.name for one in found))
     seconds = {name: statistics.median(one.seconds for one in found if one.name == name) for name in names}
     base = seconds.get(f"{PINNED}0", float("nan"))
     print(
-        "| configuration | s an iteration | over pinned, η = 0 | rollout | train | simulated ÷ real | tokens by lag |"
+        "| configuration | s per iteration | over pinned, η = 0 | rollout | train | simulated ÷ real | tokens by lag |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, last in {one.name: one for one in found}.items():

@@ -1,4 +1,4 @@
-"""What old samples cost in learning: the quickstart with several η, from the same SFT weights, with several seeds.
+"""The effect of old samples on learning: the quickstart with several η, from the same SFT weights, by several seeds.
 
     python -m benchmarks.asynchrony_learning [--seeds 1,2,3,4,5] [--only VARIANT,…] [key=value …]
 
@@ -32,8 +32,8 @@ from schemas.recipe.recipe import RlhfRecipe
 class Variant:
     """Overrides of the recipe, and the share of time in which the server may compute.
 
-    A sample of the quickstart has four tokens at most, and is done in a few ms: new weights never find one under way.
-    They do where the server is stopped most of the time.
+    A sample of the quickstart has at most four tokens and takes a few ms, so that new weights never interrupt one. They
+    do if the server is stopped most of the time.
     """
 
     overrides: Sequence[str] = ()
@@ -93,7 +93,7 @@ class Learned:
 
     @property
     def reward(self) -> float:
-        """Of the last tenth of the iterations."""
+        """The mean reward of the last tenth of the iterations."""
         return statistics.mean(self.rewards[len(self.rewards) * 9 // 10 :])
 
 
@@ -136,7 +136,7 @@ def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequen
 
 
 def learned(store: Store, run: str, variant: str, seed: int) -> Learned:
-    """What the tables of a finished run say."""
+    """The result of a finished run, from its tables."""
     curve = run_sql(store, run, CURVE).to_pydict()
     evaluated, [stale], [source] = (run_sql(store, run, query).to_pylist() for query in (EVALUATED, STALE, SOURCE))
     return Learned(
@@ -154,6 +154,7 @@ def learned(store: Store, run: str, variant: str, seed: int) -> Learned:
 
 
 def print_table(found: Sequence[Learned]) -> None:
+    """Print a row per variant: means over seeds, and differences to the synchronous run of the same seed."""
     base = {one.seed: one.reward for one in found if one.variant == "eta-0"}
     print(
         "| variant | runs | reward at the end | less eta-0, by seed | mean | accuracy | greatest lag | stale_kv | s |"
@@ -165,11 +166,11 @@ def print_table(found: Sequence[Learned]) -> None:
 
 
 def _row(variant: str, runs: Sequence[Learned], base: Mapping[int, float]) -> str:
-    apart = [one.reward - base[one.seed] for one in runs if one.seed in base]
+    gains = [one.reward - base[one.seed] for one in runs if one.seed in base]
     reward, accuracy, stale = (
         statistics.mean(getattr(one, name) for one in runs) for name in ("reward", "accuracy", "stale_kv")
     )
-    by_seed, mean = " ".join(f"{d:+.3f}" for d in apart), f"{statistics.mean(apart):+.3f}" if apart else ""
+    by_seed, mean = " ".join(f"{d:+.3f}" for d in gains), f"{statistics.mean(gains):+.3f}" if gains else ""
     lag, seconds = max(one.lag for one in runs), statistics.median(one.elapsed[-1] for one in runs)
     shown = f"{reward:.3f} | {by_seed} | {mean} | {accuracy:.3f} | {lag} | {stale:.2%} | {seconds:.0f}"
     return f"| {variant} | {len(runs)} | {shown} |"

@@ -3,10 +3,10 @@
     python -m benchmarks.asynchrony_on_cpu FOLDER [--seeds 1,2,3,4,5] [--only VARIANT,…] [--iterations 250]
         [--speed-iterations 40] [--cores N] [--minutes 8]
 
-Runs of `asynchrony_learning`, each on physical cores of its own (by default as many as have two CPUs), while three
-others compare the speed (`asynchrony`; not with `--speed-iterations 0`). What fails or is not done in time is reported.
-FOLDER gets rows of JSON, a plot of the rewards (reward.svg) and the logs of the runs. Rows that are there already are
-shown with the new ones: several calls can share the work.
+Runs `asynchrony_learning` several times, each on its own physical cores (by default as many as have two CPUs), while
+three other cores compare the speed (`asynchrony`; not with `--speed-iterations 0`). Failures and timeouts are reported.
+FOLDER gets rows of JSON, a plot of the rewards (reward.svg) and the logs of the runs. Existing rows are shown with the
+new ones: several calls can share the work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def speed(options: argparse.Namespace, folder: Path) -> list[Job]:
-    """The comparison: a core each for server, trainer and flow, or two if there are no more."""
+    """The job that compares the speed: one core each for server, trainer and flow, or two if there are no more."""
     if not options.speed_iterations:
         return []
     arguments = ["--iterations", str(options.speed_iterations), "--rows", str(folder / "speed.jsonl")]
@@ -54,7 +54,7 @@ def speed(options: argparse.Namespace, folder: Path) -> list[Job]:
 
 
 def learning(options: argparse.Namespace, folder: Path, store: str) -> list[Job]:
-    """The runs, seed by seed, so that what is done when time ends is complete for some seeds."""
+    """The jobs that train, seed by seed, so that those done when the time is over are complete for some seeds."""
     length = [f"schedule.iterations={options.iterations}", f"evaluation.every={options.iterations}"]
     common = ["--store", store, "--rows", str(folder / "learning.jsonl"), *length]
     there = physical_cores()
@@ -67,7 +67,7 @@ def learning(options: argparse.Namespace, folder: Path, store: str) -> list[Job]
 
 
 def show(folder: Path) -> None:
-    """The plots and the tables of what is there."""
+    """Plot and print all existing rows."""
     learned = [Learned(**row) for row in rows(folder / "learning.jsonl")]
     if learned:
         plot(learned, folder)
@@ -82,6 +82,7 @@ def rows(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("folder", type=Path)
     made.add_argument("--seeds", default="1,2,3,4,5")

@@ -69,7 +69,7 @@ def _line(x: Line, y: Line, colour: str, opacity: float) -> str:
 
 
 def _smooth(values: Sequence[float] | Line) -> Line:
-    """Means of so many neighbours; as they are, where there are too few."""
+    """Means of `SMOOTHED` neighbouring values; the values themselves if there are fewer."""
     if len(values) < SMOOTHED:
         return np.asarray(values, float)
     return np.convolve(values, np.ones(SMOOTHED) / SMOOTHED, mode="valid")

@@ -37,7 +37,7 @@ Rows = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Bare:
-    """What one run of the loop measured."""
+    """The measurements of one run of the loop."""
 
     sft_seconds: float
     rl_seconds: float
@@ -60,7 +60,7 @@ class Batch:
 
 
 def bare_run(sft: SftRecipe, rlhf: RlhfRecipe, threads: int = 0) -> Bare:
-    """SFT by `sft`, then GRPO by `rlhf`, in this process. Times leave evaluation and imports out."""
+    """SFT by the recipe `sft`, then GRPO by `rlhf`, in this process. Times exclude evaluation and imports."""
     if threads:
         torch.set_num_threads(threads)
     spec = cast(ScratchModel, sft.model.scratch)
@@ -90,7 +90,7 @@ def optimizer(model: LlamaForCausalLM, t: Trainer, steps: int) -> tuple[Optimize
 
 
 def supervised(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, recipe: SftRecipe) -> None:
-    """Cross-entropy on answer and end token."""
+    """Train by cross-entropy on answer and end token."""
     steps = recipe.schedule.iterations * recipe.algorithm.steps
     adamw, schedule = optimizer(model, recipe.trainer, steps)
     for step in range(steps):
@@ -123,7 +123,7 @@ def demonstrations(tokenizer: PreTrainedTokenizerFast, rows: Rows) -> tuple[torc
 def grpo(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows, recipe: RlhfRecipe
 ) -> Iterator[float]:
-    """The mean reward of each iteration."""
+    """Train by GRPO. Returns the mean reward of each iteration."""
     sampling = recipe.rollout
     steps = recipe.schedule.iterations * recipe.algorithm.minibatches
     adamw, schedule = optimizer(model, recipe.trainer, steps)
@@ -150,7 +150,7 @@ def generate(
     temperature: float,
     random: torch.Generator | None,
 ) -> Batch:
-    """One completion for each prompt, all decoded together; greedy without a generator. Prompts are of one length."""
+    """One completion per prompt, decoded in one batch; greedy without a generator. All prompts have the same length."""
     ids = torch.tensor(tokenizer(list(prompts))["input_ids"])
     new, cache, alive = ids, None, torch.ones(len(prompts), dtype=torch.bool)
     tokens, masks, logprobs = [], [], []
@@ -222,7 +222,7 @@ def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: 
 
 
 def machine() -> str:
-    """One line that says what this ran on."""
+    """The machine and the software, in one line."""
     cores, python = os.cpu_count(), platform.python_version()
     return f"{platform.machine()}, {cores} cores, Python {python}, torch {torch.__version__}"
 

@@ -1,12 +1,12 @@
-"""What the flow itself does for the groups of a run on 64, 512 and 1,024 GPUs: its bookkeeping, measured.
+"""The cost of the flow's bookkeeping for the groups of a run on 64, 512 and 1,024 GPUs, measured.
 
     python -m benchmarks.control_plane [--gpus 64 512 1024] [--iterations 6]
 
-The product's `Rollouts` with its book leases groups to made-up rollout workers, one for 8 generating GPUs, whose groups
-end when those of a 7B model would; messages are encoded and decoded as in a run, but cross no network. No time passes:
-a clock is simulated, and the processor's seconds of the flow's side are counted. Assumed, as in `simulate_scale`: 32
-groups of 8 samples a GPU and iteration, half of the GPUs generate and half train, η = 4. An iteration trains its tokens
-at the rate measured for 7B on an H200 (`benchmarks/results/gpu-h200-trainer.md`).
+The product's `Rollouts` leases groups to simulated rollout workers, one per 8 generating GPUs, whose groups end when
+those of a 7B model would; messages are encoded and decoded as in a run, but cross no network. The clock is simulated;
+only the CPU seconds of the flow's side are measured. Assumed, as in `simulate_scale`: 32 groups of 8 samples per GPU
+and iteration, half of the GPUs generate and half train, η = 4. An iteration trains its tokens at the rate measured for
+7B on an H200 (`benchmarks/results/gpu-h200-trainer.md`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Final, cast
 import psutil
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Event, Finished, Generated, Lease, News, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
@@ -41,7 +41,7 @@ from benchmarks.simulate_scale import GROUPS_PER_GPU
 from schemas.recipe.sections import Rollout
 
 ETA: Final = 4
-TRAIN_RATE: Final = 9_339.0  # tokens a second and GPU, 7B on an H200
+TRAIN_RATE: Final = 9_339.0  # tokens per second and GPU, 7B on an H200
 TOKEN_SECONDS: Final = 0.0125  # of a sample among 512 on a server
 SLOTS: Final = 512  # samples that a server generates at once
 GPUS_PER_WORKER: Final = 8
@@ -52,7 +52,7 @@ TURNS: Final = 4  # of the event loop, for what a message sets off
 
 @dataclass
 class Servers:
-    """What `Rollouts` asks of the client of the servers."""
+    """The part of the servers' client that `Rollouts` uses."""
 
     capacity: int
     version: int = 0
@@ -62,16 +62,16 @@ class Servers:
 
 @dataclass
 class Cost:
-    """Processor seconds of the flow's side: of all its work, and of taking an iteration's groups."""
+    """CPU seconds of the flow's side: of all its work, and of taking an iteration's groups."""
 
     whole: float = 0.0
     taking: float = 0.0
     messages: int = 0
-    parts: int = 0  # of iterations: a shard each
+    parts: int = 0  # of iterations, with one shard each
 
 
 class FarWorker:
-    """A link to a worker whose groups end as the simulated clock says."""
+    """A link to a worker whose groups end by the simulated clock."""
 
     def __init__(self, url: str, flow: Rollouts, work: Work) -> None:
         self.url, self.busy, self.start = url, dict[str, int](), None
@@ -110,7 +110,7 @@ class Work:
         heapq.heappush(self.ends, (when, next(self.order), worker, event))
 
     def next_news(self, until: float) -> dict[FarWorker, list[Event]]:
-        """What ends within a round trip from the next end on, by worker; nothing if that is after `until`."""
+        """The groups that end within a round trip after the next end, by worker; none if that is after `until`."""
         if not self.ends or self.ends[0][0] > until:
             self.clock = until
             return {}
@@ -123,17 +123,17 @@ class Work:
 
 
 async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
-    """What so many iterations cost, after as many that warm up; and the simulated seconds they take."""
+    """The cost of `iterations` iterations, after as many for warm-up, and their simulated seconds."""
     load = Load(groups=GROUPS_PER_GPU * gpus)
     rule = Staleness(lambda k: ETA, 10**6, lambda k: load.groups)
     servers = Servers(capacity=gpus // 2 * SLOTS // load.group_size)
     work, store = Work(load), open_store(folder.as_uri())
     rollouts = Rollouts(
-        Book(rule, 0), cast(InferenceClient, servers), cast(Any, None),
+        GroupTracker(rule, 0), cast(InferenceClient, servers), cast(Any, None),
         lambda url, flow: cast(Link, FarWorker(url, flow, work)),
         Rollout(groups=load.groups), Spool(store, "run", 1, "made"), Writer(store, "run", 1, "made"),
     )  # fmt: skip
-    await rollouts.have({(str(n), 0) for n in range(max(1, gpus // 2 // GPUS_PER_WORKER))})
+    await rollouts.use_workers({(str(n), 0) for n in range(max(1, gpus // 2 // GPUS_PER_WORKER))})
     train_seconds = trained_tokens(load) / (gpus / 2 * TRAIN_RATE)
     cost, began = Cost(), 0.0
     for iteration in range(2 * iterations):
@@ -142,7 +142,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
         taking = asyncio.ensure_future(rollouts.take("run"))
         cost.parts += len(await step(work, cost, math.inf, taking))
         begun = time.process_time()
-        taken = [group.index for group in rollouts.book.take() or ()]
+        taken = [group.index for group in rollouts.tracker.take() or ()]
         rollouts.consume(taken)
         cost.whole += time.process_time() - begun
         await step(work, cost, work.clock + train_seconds)
@@ -151,7 +151,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
 
 
 async def step(work: Work, cost: Cost, until: float, taking: asyncio.Future[Any] | None = None) -> list[Written]:
-    """Deliver news until `taking` has its groups, as these parts, or until then."""
+    """Deliver events until `taking` has its groups, as these parts, or until the time `until`."""
     while work.clock < until:
         begun = time.process_time()
         for _ in range(TURNS):
@@ -171,7 +171,7 @@ async def step(work: Work, cost: Cost, until: float, taking: asyncio.Future[Any]
 
 
 def trained_tokens(load: Load) -> float:
-    """Of an iteration, with prompts, from the lengths of some groups."""
+    """The tokens of an iteration, prompts included, estimated from the lengths of some groups."""
     some = random.Random(0).sample(range(10**6), 1000)
     mean = sum(sum(load.lengths(index)) for index in some) / len(some)
     return load.groups * (mean + load.prompt * load.group_size)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=6)
     options = parser.parse_args(arguments)
     print(machine(), "load", os.getloadavg()[0])
-    print("| GPUs | groups | s an iteration | messages | parts | CPU s | share of a core | taking, s | memory, MB |")
+    print("| GPUs | groups | s per iteration | messages | parts | CPU s | share of a core | taking, s | memory, MB |")
     print("| --- " * 9 + "|")
     for gpus in options.gpus:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""What it costs the ranks of a trainer to agree: every command ends so, and those that read tables do it twice.
+"""The cost of agreement among a trainer's ranks, which ends every command; commands that read tables do it twice.
 
     python -m benchmarks.control_plane_ranks [--ranks 32 128 256 512]
 
-Each rank is a thread with a connection of its own to the ranks' key-value store, all in this process: its processor
-seconds are those of the store and of all ranks. By the clock, ranks wait for the store, which answers in one thread,
-and here for each other as well.
+Each rank is a thread of this process with its own connection to the ranks' key-value store: the CPU seconds are those
+of the store and of all ranks. By the clock, ranks wait for the store, which answers in one thread, and here for each
+other, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMES: Final = 3
 
 
 def groups(ranks: int, port: int) -> list[Group]:
-    """The ranks of a trainer, each with a connection of its own to the store at this port."""
+    """The ranks of a trainer, each with its own connection to the store at this port."""
     at = ("127.0.0.1", port, ranks, False)
     stores = [dist.TCPStore(*at, wait_for_workers=False) for _ in range(ranks)]
     return [Group(rank, ranks, dist.PrefixStore("group", store)) for rank, store in enumerate(stores)]

@@ -1,18 +1,18 @@
-"""What an iteration of a 7B model on 64, 512 and 1,024 GPUs asks of the singletons: flow, Prefect's server and store.
+"""The load of an iteration of a 7B model on 64, 512 and 1,024 GPUs on the flow, Prefect's server and the store.
 
     python -m benchmarks.control_plane_servers [--gpus 64 512 1024]
 
-The flow's seconds are those of `control_plane`, whose load this is. What a task run costs Prefect's server, and a
-request an S3 server (SeaweedFS), is measured against real servers, one request after the other, as processor seconds of
-their processes; then multiplied. Requests of the flow are counted in an asynchronous quickstart; those for tables
-follow from the load: the machines that train fetch each file once among them, and pass it on.
+The flow's seconds are those of `control_plane`, with the same load. The cost of a task run to Prefect's server, and of
+a request to an S3 server (SeaweedFS), is measured at real servers, one request after the other, as CPU seconds of their
+processes; then it is multiplied. Requests of the flow are counted in an asynchronous quickstart; those for tables
+follow from the load: each file is fetched once by one of the training machines, which passes it on.
 
-Added to the critical path, at most: all of the flow's requests and task runs one after the other, though most are made
-while the iteration before trains. Besides, all training machines wait for tables before they train: the last column is
-the rate at which the store has to give them, and each machine to receive them, so that this adds 2 % as well; what
-the ranks say to each other (`control_plane_ranks`) and decode (`rows_of_ranks`) comes on top. Weights are not counted:
-they go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other work may share
-the cores.
+The upper bound of what this adds to the critical path: all of the flow's requests and task runs in sequence, though
+most are made while the previous iteration trains. All training machines also wait for tables before they train: the
+last column is the rate at which the store must send them, and each machine receive them, so that this adds 2 %, too.
+The exchange among ranks (`control_plane_ranks`) and decoding (`rows_of_ranks`) are not included, nor are weights: they
+go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other work may share the
+cores.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class StoreUnits:
-    """Of a store: records of 2 kB are created and read, parts of 16 MB are put and fetched."""
+    """The costs of a store: of creating and reading records of 2 kB, and of putting and fetching parts of 16 MB."""
 
     create: Unit
     read: Unit
@@ -86,7 +86,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Asked:
-    """What an iteration asks of the store."""
+    """The requests of an iteration to the store."""
 
     requests: float
     put_bytes: float
@@ -95,7 +95,7 @@ class Asked:
 
 
 def cost(do: Callable[[int], object], times: int = TIMES, settle: float = 0.0) -> Unit:
-    """Of one call, after three others. `settle`: seconds in which the server may still work for it."""
+    """The cost of one call, after three for warm-up. `settle`: seconds in which the server may still work for it."""
     clocks = []
     idle = _server_seconds()
     time.sleep(settle)
@@ -114,13 +114,13 @@ def cost(do: Callable[[int], object], times: int = TIMES, settle: float = 0.0) -
 
 
 def _server_seconds() -> float:
-    """Processor seconds of the processes that this one has started, which are a server's."""
+    """CPU seconds of the processes that this one has started, which are a server's."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return sum(one.user + one.system for one in times)
 
 
 def prefect_units(folder: Path) -> tuple[Unit, Unit]:
-    """A task run that does nothing, and an artifact."""
+    """The costs of a task run that does nothing, and of an artifact."""
 
     @task
     def nothing() -> None: ...
@@ -136,6 +136,7 @@ def prefect_units(folder: Path) -> tuple[Unit, Unit]:
 
 
 def store_units(store: Store, folder: Path) -> StoreUnits:
+    """The costs of this store; `folder` is for fetched files."""
     name, record, part = f"units-{uuid.uuid4().hex}", os.urandom(RECORD), os.urandom(PART)
     return StoreUnits(
         create=cost(lambda n: store.create(f"{name}/{n}.json", record)),
@@ -161,7 +162,7 @@ def rollout_reads() -> Iterator[list[str]]:
 
 
 def asked(gpus: int, parts: int, counted: Counted) -> Asked:
-    """What an iteration asks whose rollout has so many parts."""
+    """The requests of an iteration whose rollout has `parts` parts."""
     load = Load(groups=GROUPS_PER_GPU * gpus)
     tokens = trained_tokens(load)
     shards = -(-load.groups * load.group_size // MAX_ROWS)  # of verify, advantage, proximal, train_samples, scalars
@@ -183,6 +184,7 @@ COLUMNS: Final = (
 
 
 def row(gpus: int, side: tuple[Cost, float], prefect: tuple[Unit, Unit], units: StoreUnits, counted: Counted) -> str:
+    """The row of the table for this number of GPUs."""
     (of_flow, seconds), (run_of_task, artifact) = side, prefect
     what, artifacts = asked(gpus, of_flow.parts, counted), counted.tasks + OTHER_ARTIFACTS
     of_prefect = counted.tasks * run_of_task.server + artifacts * artifact.server
@@ -204,7 +206,7 @@ def show(
     prefect: tuple[Unit, Unit],
     counted: Counted,
 ) -> None:
-    """The units of a store, and what follows for each number of GPUs."""
+    """Print the costs of a store, and what follows for each number of GPUs."""
     measured = (f"{what} {1e3 * u.seconds:.1f} / {1e3 * u.server:.1f}" for what, u in vars(units).items())
     print(f"\n{name}, ms by the clock / of the server's processors: {'; '.join(measured)}\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|")
@@ -233,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(machine(), "load", os.getloadavg()[0])
     with tempfile.TemporaryDirectory() as folder:
         counted, prefect = count(Path(folder)), prefect_units(Path(folder))
-        print(f"the flow, an iteration: {counted}")
+        print(f"the flow, per iteration: {counted}")
         for what, unit in zip(("a task run", "an artifact"), prefect, strict=True):
             print(f"{what}: {1e3 * unit.seconds:.1f} ms, {1e3 * unit.server:.1f} ms of the server's processors")
         sides = {gpus: flow_side(gpus, options.iterations) for gpus in options.gpus}

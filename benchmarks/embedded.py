@@ -1,4 +1,4 @@
-"""Tokens a second of the embedded server, everything included, against `transformers.generate`.
+"""Tokens per second of the embedded server, everything included, against `transformers.generate`.
 
     python -m benchmarks.embedded [--rounds 20] [--threads 2]
 
@@ -99,7 +99,7 @@ async def serve_round(client: InferenceClient, case: Case, number: int) -> float
 
 
 def generate_round(model: Any, case: Case, number: int) -> float:
-    """Seconds for all groups through transformers, a call for each."""
+    """Seconds for all groups through transformers, one call per group."""
     inputs = [torch.tensor([p]) for p in prompts(number)]
     started = time.perf_counter()
     with torch.inference_mode():

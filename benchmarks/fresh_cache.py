@@ -11,6 +11,7 @@ class FreshCache(SingleTurn):
     """As `single_turn`, but tokens that are `stale_kv` do not count. The first token of a sample never is."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        """The samples of `single_turn`, whose loss masks leave out tokens that are `stale_kv`."""
         samples = await super().run(prompt, context)
         for sample in samples:
             if sample.stale_kv is not None:

@@ -38,7 +38,7 @@ def answer(tokens: int) -> dict[str, Any]:
 
 
 def serve(listener: socket.socket, made: Sequence[list[dict[str, Any]]]) -> None:
-    """Answer requests with `made` in turns, as of the weights that were named last."""
+    """Answer requests with the answers `made`, in turn, under the version that was loaded last."""
     held, encoded, turn = {"weight_version": "0"}, [orjson.dumps(body) for body in made], iter(range(1 << 60))
 
     async def generate(request: Request) -> Response:
@@ -68,7 +68,7 @@ def serve(listener: socket.socket, made: Sequence[list[dict[str, Any]]]) -> None
 
 @contextmanager
 def instant_server(made: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
-    """Its address, host:port."""
+    """While inside, such a server runs; gives its address, host:port."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     server = multiprocessing.get_context("fork").Process(target=serve, args=(listener, made), daemon=True)
     server.start()

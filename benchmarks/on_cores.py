@@ -1,4 +1,4 @@
-"""Runs benchmarks side by side, each on physical cores of its own, so that none slows another down."""
+"""Runs benchmarks concurrently, each on its own physical cores, so that none slows another down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Core = tuple[int, ...]  # its CPUs: more than one where it runs several threads
 
 @dataclass(frozen=True)
 class Job:
-    """`python -m module arguments` on so many physical cores."""
+    """`python -m module arguments` on `cores` physical cores."""
 
     name: str
     module: str
@@ -42,7 +42,7 @@ def _siblings(cpu: int) -> set[int]:
 
 
 class Cores:
-    """Physical cores, lent out."""
+    """The physical cores that are free."""
 
     def __init__(self, cores: Sequence[Core]) -> None:
         self._free = list(cores)
@@ -75,7 +75,7 @@ def run_all(jobs: Sequence[Job], logs: Path, until: float) -> dict[str, str]:
 
 
 def _run(job: Job, cores: Cores, log: Path, until: float) -> str:
-    """An empty string, or what went wrong."""
+    """Run a job. Returns an empty string, or what went wrong."""
     with cores.lent(job.cores) as cpus, log.open("wb") as out:
         if time.monotonic() >= until:
             return "no time was left"

@@ -1,4 +1,4 @@
-"""What persistence and orchestration cost: the quickstart's iterations as a flow, over the same as a bare Python loop.
+"""The cost of persistence and orchestration: the quickstart's iterations as a flow, compared to a bare Python loop.
 
     python -m benchmarks.overhead [--iterations 60] [--rounds 1]
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(folder: Path, iterations: int, api_url: str) -> dict[str, float]:
-    """Milliseconds an iteration, by way and by part."""
+    """Milliseconds per iteration, by way and by part."""
     store = open_store((folder / "store").as_uri())
     warm_up(store, folder)
     overrides = [f"schedule.iterations={iterations}", "model.warm_start=", "model.path=run://warm", "evaluation={}"]
@@ -99,7 +99,7 @@ def run_loop(store: Store, name: str, recipe: RlhfRecipe, folder: Path) -> None:
 
 
 def per_iteration(store: Store, run: str) -> float:
-    """Mean milliseconds between two commits, the first few left out."""
+    """Mean milliseconds between two commits, without the first few."""
     rows = run_sql(store, run, "SELECT committed FROM commits ORDER BY iteration").to_pylist()
     times = [row["committed"].timestamp() for row in rows][WARM:]
     return 1000 * (times[-1] - times[0]) / (len(times) - 1)
@@ -171,6 +171,7 @@ def prefect_server(folder: Path) -> Iterator[str]:
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait for the Prefect server. RuntimeError if it does not start within a minute."""
     for _ in range(300):
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=2).is_success:
@@ -182,6 +183,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def print_table(medians: dict[str, float]) -> None:
+    """Print milliseconds per iteration, and the ratios of loop and flow to the bare loop."""
     bare, loop_ms, flow_ms = (medians.pop(name) for name in ("bare", "loop", "flow"))
     print(f"{'an iteration as':34s} {'ms':>8s} {'÷ bare':>8s}")
     for name, value in (("bare Python loop", bare), ("services + store", loop_ms), ("the flow, with Prefect", flow_ms)):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.rows_of_ranks [--samples 8192] [--ranks 1 8 64]
 
-Baseline: a rank that fetches, verifies and reads all rows. Each measurement is in a process of its own, and the ranks'
-files are on this disk and verified, which the first rank of a machine does once. Memory: the highest resident size,
-less the one before.
+Baseline: a rank that fetches, verifies and reads all rows. Each measurement has its own process; the ranks' files are
+on this disk and verified, which the first rank of a machine does once. Memory: the peak resident size minus the size
+before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def written(store: Store, samples: int) -> Train:
 
 
 def all_rows(store: Store, command: Train, scores: bool) -> None:
-    """As a rank did that read the rows of all ranks."""
+    """Read the rows of all ranks: the baseline."""
     if scores:
         read_sequences(read_table(store, command.tables["rollout"], TEXT))
         return
@@ -61,7 +61,7 @@ def own_rows(store: Store, command: Train, scores: bool, world: int) -> None:
 
 
 def measured(work: Callable[..., None], *arguments: object) -> tuple[float, float]:
-    """Seconds, and MB at the highest above those before, in a new process."""
+    """Seconds, and the peak MB above the size before, in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_measure, (work, *arguments))
 
@@ -73,7 +73,7 @@ def _measure(work: Callable[..., None], url: str, *arguments: object) -> tuple[f
 
 
 def _highest() -> float:
-    """MB, since the process began: unlike `ru_maxrss` without what its parent had."""
+    """The peak MB of this process; unlike `ru_maxrss`, it excludes what the parent process had."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1e3
 

@@ -1,12 +1,12 @@
-"""Questions to a run of ten million samples on two cores, next to a naive layout: what they cost and what they read.
+"""Queries of a run of ten million samples on two cores, compared to a naive layout: their cost and what they read.
 
     python -m benchmarks.scale [--iterations 10000] [--samples 1000] [--folder F] [--real STORE RUN]
 
 The run is made up (`scale_rows`) and written by the store's own code: of every iteration the tables `scalars`,
 `train_steps`, `train_samples` and `publish` with all samples, six stage manifests and a commit. The first
-`--token-iterations` have tokens and texts too; in the others the tables `rollout`, `verify` and `advantage` are there
-and empty. Files are not fsynced. The naive layout is one uncompressed Parquet file an iteration with the same scalars,
-read by DuckDB itself by a glob. `--real` adds the bytes a token of a run of a real model.
+`--token-iterations` have tokens and texts, too; in the others the tables `rollout`, `verify` and `advantage` are empty.
+Files are not fsynced. The naive layout is one uncompressed Parquet file per iteration with the same scalars,
+read by DuckDB itself by a glob. `--real` adds the bytes per token of a run of a real model.
 
 Times are the best of three, each in a fresh session (catalog, compactions and views included); what a cold start of
 the command adds is measured too. `CPU` is the seconds of all threads together. A machine that does other work meanwhile
@@ -51,7 +51,7 @@ PREDICTIONS = (
     ("naive / compacted, sum of the questions", "> 5"),
     ("plain shards / compacted, one question", "> 50"),
     ("files that a scalar question opens, of ~100,000", "< 40"),
-    ("rollout + verify + advantage, bytes a token", "≤ 6"),
+    ("rollout + verify + advantage, bytes per token", "≤ 6"),
     ("merging the whole run", "< 2 minutes"),
 )
 
@@ -69,7 +69,7 @@ SCALAR: dict[str, str] = {
     "dropped samples": "SELECT dropped_reason, count(*), avg(num_generated) FROM samples GROUP BY 1 ORDER BY 1",
     "the last ten iterations": "SELECT count(*), avg(reward) FROM samples"
     " WHERE iteration >= (SELECT max(iteration) FROM scalars) - 9",
-    "dead groups over time": "SELECT iteration // 500 AS k, count(*), count(*) FILTER (dead) FROM groups"
+    "zero-variance groups over time": "SELECT iteration // 500 AS k, count(*), count(*) FILTER (dead) FROM groups"
     " GROUP BY 1 ORDER BY 1",
 }
 RUN_ONLY: dict[str, str] = {
@@ -82,19 +82,19 @@ RUN_ONLY: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one question: by the clock, and of all threads."""
+    """Seconds of one query: by the clock, and CPU seconds of all threads."""
 
     wall: float
     cpu: float
 
     @property
     def at_rest(self) -> float:
-        """What two cores with nothing else to do need at best; at most what was measured."""
+        """Seconds on two idle cores at best; at most the measured ones."""
         return min(self.wall, self.cpu / CORES)
 
 
 def best(work: Callable[[], object], repeats: int = 3) -> Cost:
-    """The run of `work` that took least."""
+    """The fastest run of `work`."""
     return min((_cost(work) for _ in range(repeats)), key=lambda cost: cost.wall)
 
 
@@ -105,7 +105,7 @@ def _cost(work: Callable[[], object]) -> Cost:
 
 
 def ask(store: Store, queries: Sequence[str], *, compacted: bool = True) -> list[pa.Table]:
-    """The answers, in a session of its own."""
+    """The answer, in a fresh session."""
     with Session(store, NAME, compacted=compacted) as session:
         return [session.sql(query) for query in queries]
 
@@ -159,7 +159,7 @@ def naive_bytes_a_token(iterations: int, samples: int) -> float:
 
 
 def files_opened(run: Run) -> int:
-    """Files that a question to `scalars` opens: run.json, a segment; of each compaction manifest, commit and files."""
+    """The files that a query of `scalars` opens: run.json, a segment; per compaction its manifest, commit and files."""
     return 2 + sum(2 + len(found.tables["scalars"].files) for found in valid_compactions(run))
 
 
@@ -171,7 +171,7 @@ def cold(url: str, query: str) -> float:
 
 
 def questions(store: Store, folder: Path) -> tuple[list[str], dict[str, Cost], dict[str, Cost]]:
-    """Each question, compacted and naive; the answers must agree."""
+    """Measure each query, compacted and naive; the answers must agree."""
     lines, ours, theirs = [], dict[str, Cost](), dict[str, Cost]()
     for name, query in SCALAR.items():
         ours[name] = best(lambda q=query: ask(store, [q]))
@@ -192,7 +192,7 @@ def _line(name: str, ours: Cost, theirs: Cost | None) -> str:
 
 
 def small_compaction(url: str, samples: int) -> Cost:
-    """What the loop does concurrently every 64 iterations."""
+    """Measure the compaction that the loop makes concurrently every 64 iterations."""
     if not open_store(url).exists(run_record("short")):
         write_run(url, "short", 64, samples, 0)
     run = load_run(open_store(url), "short")
@@ -224,7 +224,7 @@ def measure(folder: Path, options: argparse.Namespace) -> str:
         f"{naive_total / total:.1f} (CPU)",
         f"{plain.cpu / ours['reward by length'].cpu:.0f} (CPU; {plain.wall:.0f} s by the clock)",
         f"{files_opened(run)}",
-        f"{token:.2f} ({generated:.2f} a generated token)",
+        f"{token:.2f} ({generated:.2f} per generated token)",
         f"{merging.cpu:.0f} s CPU, {merging.wall:.0f} s by the clock",
     )
     return "\n".join(
@@ -241,7 +241,7 @@ def measure(folder: Path, options: argparse.Namespace) -> str:
             f"  compacting 64 iterations during the loop: {step.wall:.2f} s by the clock, {step.cpu:.2f} s CPU",
             f"  merged files: {merged / 1e6:.0f} MB, {merged / (sizes[0] * sizes[1]):.0f} bytes a sample;"
             f" naive: {bytes_below(naive_folder) / 1e6:.0f} MB",
-            f"  uncompressed, with tokens and texts: {naive_token:.1f} bytes a token, {naive_token / token:.1f}× ours",
+            f"  uncompressed, with tokens and texts: {naive_token:.1f} bytes per token, {naive_token / token:.1f}×",
             *real(options.real),
             "",
             f"  {'prediction':<50} {'expected':<14} outcome",
@@ -252,11 +252,11 @@ def measure(folder: Path, options: argparse.Namespace) -> str:
 
 
 def real(given: Sequence[str] | None) -> list[str]:
-    """The bytes a token of a run of a real model."""
+    """The bytes per token of a run of a real model."""
     if not given:
         return []
     token, generated, tokens = bytes_a_token(open_store(given[0]), given[1])
-    return [f"  a real run ({tokens:,} tokens): {token:.2f} bytes a token, {generated:.2f} a generated token"]
+    return [f"  a real run ({tokens:,} tokens): {token:.2f} bytes per token, {generated:.2f} per generated token"]
 
 
 def main() -> None:
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keep the data here, and use what is there; default: a temporary one"
     )
-    parser.add_argument("--real", nargs=2, metavar=("STORE", "RUN"), help="also measure this run's bytes a token")
+    parser.add_argument("--real", nargs=2, metavar=("STORE", "RUN"), help="also measure this run's bytes per token")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="scale-") as temporary:

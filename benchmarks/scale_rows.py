@@ -162,7 +162,7 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def iteration_tables(k: int, samples: int, with_tokens: bool) -> dict[str, dict[str, pa.Table]]:
-    """Stage -> its tables. Without tokens, `rollout`, `verify` and `advantage` are empty."""
+    """The tables of each stage. Without tokens, `rollout`, `verify` and `advantage` are empty."""
     rows = scalar_columns(k, samples)
     tokens = rows | token_columns(k, rows) if with_tokens else {}
     made = {schema: table(schema, tokens) if tokens else TABLES[schema].empty_table() for schema in PER_TOKEN}

@@ -1,13 +1,13 @@
-"""What asynchrony should bring: a discrete-event simulation with measured times and the product's own staleness rule.
+"""The speed-up to expect of asynchrony: a discrete-event simulation with measured times and the real staleness rule.
 
     python -m benchmarks.simulate                       # speed-up by η, rule and split, on two and four GPUs
     python -m benchmarks.simulate times.json            # with the times of another model or machine
 
 A server decodes n samples at once, whose caches hold t tokens, in steps of `step + step_per_sample · n +
-step_per_token · t` seconds; each step adds a token to each.
-Groups begin and are taken by `areal_tasks.rollout.book`, exactly as in a run. Training takes its tokens over the speed
-of its GPUs; new weights take `publish` seconds to reach the servers, and interrupt them by what the mode costs.
-Training goes on meanwhile, and nothing is evaluated or saved.
+step_per_token · t` seconds; each step adds one token per sample.
+`areal_tasks.rollout.group_tracker` decides which groups begin and which an iteration takes, exactly as in a run. The
+duration of training is the number of tokens over the speed of its GPUs. New weights take `publish` seconds to reach the
+servers, and interrupt them for as long as the mode takes; training continues meanwhile. Nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.staleness import Rule, Staleness
 
 
@@ -34,9 +34,9 @@ class Times:
     step: float = 0.0033  # of decoding, however few samples
     step_per_sample: float = 6.6e-6
     step_per_token: float = 0.0  # in the caches of the samples
-    prefill_rate: float = 175_000.0  # tokens a second that a server prefills
-    train_rate: float = 53_000.0  # tokens a second and GPU
-    train_fixed: float = 0.15  # of an iteration, whatever its tokens: commit, pure stages
+    prefill_rate: float = 175_000.0  # tokens per second that a server prefills
+    train_rate: float = 53_000.0  # tokens per second and GPU
+    train_fixed: float = 0.15  # seconds per iteration, whatever its tokens: commit, pure stages
     publish: float = 0.2
     publish_waits: bool = False  # the trainer, for the end of a publication
     pause: float = 0.005  # in place: what the servers stand still
@@ -131,7 +131,7 @@ class Server:
             yield group
 
     def stall(self, seconds: float) -> None:
-        """The server decodes nothing for so long."""
+        """Stop decoding for `seconds`."""
         self.clock += seconds
 
     def cached_tokens(self) -> float:
@@ -163,7 +163,7 @@ class Server:
 class Outcome:
     """Seconds of a run, the share in which the trainer had nothing to do, and the lag of each group consumed.
 
-    `ends` is when each iteration's weights were there.
+    `ends`: the time at which each iteration's weights were complete.
     """
 
     seconds: float
@@ -178,7 +178,7 @@ class Simulation:
     def __init__(self, load: Work, layout: Layout, times: Times) -> None:
         self.load, self.layout, self.times = load, layout, times
         rule = Staleness(lambda k: layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
-        self.book = Book(rule, 0, pace=layout.pace)
+        self.tracker = GroupTracker(rule, 0, pace=layout.pace)
         self.servers = [Server(times, layout.slots, load.prompt) for _ in range(layout.generating)]
         self.left: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
@@ -198,10 +198,10 @@ class Simulation:
         return Outcome(self.clock, 1 - self.trained_seconds / self.clock, dict(sorted(self.lags.items())), self.ends)
 
     def _begin_groups(self) -> None:
-        while self.book.next < self.load.iterations:
+        while self.tracker.next < self.load.iterations:
             server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
             room = self.layout.slots * 2 - len(server.running) - len(server.waiting)
-            begun = self.book.lease(server.version) if room > 0 else []
+            begun = self.tracker.lease(server.version) if room > 0 else []
             for index in begun:
                 lengths = self.load.lengths(index)
                 self.left[index], self.tokens[index] = len(lengths), sum(lengths)
@@ -211,14 +211,14 @@ class Simulation:
                 return
 
     def _take(self) -> None:
-        """At most one iteration ahead of the trainer."""
-        if self.book.next >= self.load.iterations or self.book.next > self.trained + 1 or len(self.ready) > 1:
+        """Take an iteration's groups, at most one iteration ahead of the trainer."""
+        if self.tracker.next >= self.load.iterations or self.tracker.next > self.trained + 1 or len(self.ready) > 1:
             return
-        chosen = self.book.take()
+        chosen = self.tracker.take()
         if chosen is not None:
-            self.lags.update(self.book.next - group.version for group in chosen)
+            self.lags.update(self.tracker.next - group.version for group in chosen)
             self.ready.append(sum(self.tokens.pop(group.index) for group in chosen))
-            self.book.consume(group.index for group in chosen)
+            self.tracker.consume(group.index for group in chosen)
 
     def _train(self) -> None:
         waits = self.times.publish_waits and bool(self.arrivals)
@@ -229,7 +229,7 @@ class Simulation:
             self.training_ends = self.clock + seconds + self.times.train_fixed
 
     def _step(self) -> None:
-        """On to the next thing that happens."""
+        """Advance to the next event."""
         arrival = min((when for when, _ in self.arrivals), default=math.inf)
         ends = min(server.next_end() for server in self.servers)
         now = min(arrival, ends, self.training_ends)
@@ -241,7 +241,7 @@ class Simulation:
             for group in server.ended():
                 self.left[group] -= 1
                 if not self.left[group]:
-                    self.book.finish(group, self.book.running.of[group])
+                    self.tracker.finish(group, self.tracker.running.of[group])
         if now >= self.training_ends:
             self.trained, self.training_ends = self.trained + 1, math.inf
             self.ends.append(now)
@@ -267,7 +267,7 @@ def synchronous(gpus: int) -> Layout:
 
 
 def speed_up(load: Load, layout: Layout, times: Times) -> tuple[float, Outcome]:
-    """Against synchronous over as many GPUs."""
+    """The speed-up over a synchronous run on as many GPUs."""
     base = Simulation(load, synchronous(layout.gpus), times).run()
     found = Simulation(load, layout, times).run()
     return base.seconds / found.seconds, found
@@ -282,7 +282,7 @@ def row(load: Load, layout: Layout, times: Times) -> str:
     return f"| {name} | {ratio:.2f} | {seconds:.1f} | {found.trainer_idle:.0%} | {lags} |"
 
 
-HEAD = "| layout | speed-up | seconds an iteration | trainer idle | groups by lag |\n|---|---|---|---|---|"
+HEAD = "| layout | speed-up | seconds per iteration | trainer idle | groups by lag |\n|---|---|---|---|---|"
 
 
 def tables(load: Load, times: Times) -> Iterator[str]:

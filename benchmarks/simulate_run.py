@@ -1,12 +1,12 @@
-"""A run that took place, simulated from its own times: how far the simulation is from what was measured.
+"""A finished run, simulated with its own times: the ratio of simulated to measured time.
 
     python -m benchmarks.simulate_run --store URL RUN --decoding RUN0
     python -m benchmarks.simulate_run --store URL RUN --times times.json [--generating 1] [--training 1]
 
-Lengths, batches and η are the run's, and so are the means of its stages: training (with `proximal` and `reference`),
-publication, and the rest as a fixed part. Only how long a decoding step takes has to come from elsewhere: from a
-synchronous run of the same recipe and servers (`--decoding`), or from a file with fields of `simulate.Times`, which
-win over what the run tells. Prints seconds per iteration, simulated and measured, and their ratio.
+Lengths, batches and η are the run's, and so are the mean times of its stages: training (with `proximal` and
+`reference`), publication, and the rest as a fixed part. Only the time of a decoding step comes from another source: a
+synchronous run of the same recipe and servers (`--decoding`), or a file with fields of `simulate.Times`, which override
+those of the run. Prints seconds per iteration, simulated and measured, and their ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP: Final = (
     f"WHERE s.stage = 'rollout' AND iteration >= {WARM}"
 )
 TRAINING: Final = ("train", "proximal", "reference", "values")
-BESIDE: Final = ("rollout", "publish", "evaluate", *TRAINING)  # what is not a fixed part of each iteration
+MEASURED_STAGES: Final = ("rollout", "publish", "evaluate", *TRAINING)  # what is not a fixed part of each iteration
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds per iteration, the first few left out."""
+    """Seconds per iteration, without the first few."""
 
     simulated: float
     measured: float
@@ -90,17 +90,17 @@ def recorded(store: Store, run: str, recipe: RlhfRecipe) -> Recorded:
 
 
 def times_of(store: Store, run: str, step: float, training: int = 1) -> Times:
-    """What a run tells of itself; `step` are the seconds of a decoding step."""
+    """The times of a run; `step`: seconds of a decoding step, which the run has not measured."""
     stages = {row["stage"]: row["seconds"] for row in run_sql(store, run, STAGES).to_pylist()}
     [row] = run_sql(store, run, TOKENS).to_pylist()
     count = recipe_of(store, run).schedule.iterations - WARM
     whole = run_sql(store, run, f"SELECT sum(seconds) AS s FROM commits WHERE iteration >= {WARM}").to_pylist()[0]["s"]
     trained = sum(stages.get(name, 0.0) for name in TRAINING)
-    rest = whole - sum(stages.get(name, 0.0) for name in BESIDE)
+    rest = whole - sum(stages.get(name, 0.0) for name in MEASURED_STAGES)
     return Times(
         step=step,
         step_per_sample=0.0,
-        prefill_rate=1 / step,  # about a step for all prompts together
+        prefill_rate=1 / step,  # about one step for all prompts
         train_rate=row["tokens"] / trained / training,
         train_fixed=max(rest, 0.0) / count,
         publish=stages["publish"] / count,

@@ -1,16 +1,16 @@
-"""What limits an asynchronous run first, from 4 to 1,024 GPUs: the simulation of two GPUs, and what units cost.
+"""What limits an asynchronous run first, from 4 to 1,024 GPUs: the simulation of two GPUs, and measured unit costs.
 
     python -m benchmarks.simulate_scale units.json [--times times.json] [--store-gb 10] [--weights-gb 3.1]
 
 Assumed: the batch grows with the GPUs (32 groups of 8 samples each), half of them generate and half train, η = 4, so
-that an iteration takes as long as on two GPUs (`simulate`); trainers lose nothing to each other. `units.json` is what
-`unit_costs` has written. Each figure is the share of its capacity that is used; above 100 % it is what limits the run:
+that an iteration takes as long as on two GPUs (`simulate`); training scales perfectly. `unit_costs` writes
+`units.json`. Each figure is the share of a capacity that is used; a share above 100 % limits the run:
 
 worker: one rollout worker does the work of all groups (requests, answers, tables), on one core.
 spool: the same worker writes every group into the spool, a record each (the worst case: none is consumed in time).
 requests: of the flow to the store, one after the other, and each training rank's four reads, 64 at a time.
 Prefect: the iteration's task runs, one after the other.
-transfer: all servers load new weights through the store within an iteration; it gives `--store-gb` GB a second in all.
+transfer: all servers load new weights through the store within an iteration; it sends `--store-gb` GB per second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READS_AT_ONCE: Final = 64
 
 
 def shares(gpus: int, seconds: float, units: Mapping[str, Any], weights_gb: float, store_gb: float) -> dict[str, float]:
-    """By what could limit the run, the share of its capacity that is used in iterations of `seconds`."""
+    """For each thing that could limit the run, the share of its capacity that is used, in iterations of `seconds`."""
     groups, half, latency = GROUPS_PER_GPU * gpus, gpus / 2, units["request"]["seconds"]
     return {
         "worker": groups * units["group"]["cpu"] / seconds,
@@ -46,18 +46,18 @@ def main() -> None:
     parser.add_argument("units", type=Path)
     parser.add_argument("--times", type=Path, help="JSON with fields of simulate.Times")
     parser.add_argument("--weights-gb", type=float, default=3.1)
-    parser.add_argument("--store-gb", type=float, default=10.0, help="GB a second that the store gives in all")
+    parser.add_argument("--store-gb", type=float, default=10.0, help="GB per second that the store gives in all")
     options = parser.parse_args()
     units = json.loads(options.units.read_text())
     times = Times(**json.loads(options.times.read_text())) if options.times else Times()
     load = Load(groups=2 * GROUPS_PER_GPU)
     found = Simulation(load, Layout(1, 1, 4), times).run()
     seconds = found.seconds / load.iterations
-    print(f"{seconds:.1f} s an iteration, trainers idle {found.trainer_idle:.0%}\n")
+    print(f"{seconds:.1f} s per iteration, trainers idle {found.trainer_idle:.0%}\n")
     for n, gpus in enumerate(GPUS):
         used = shares(gpus, seconds, units, options.weights_gb, options.store_gb)
         if not n:
-            print("| GPUs | groups a second | " + " | ".join(used) + " | most |")
+            print("| GPUs | groups per second | " + " | ".join(used) + " | most |")
             print("| --- " * (len(used) + 3) + "|")
         cells = " | ".join(f"{share:.1%}" for share in used.values())
         print(

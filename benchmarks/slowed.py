@@ -17,9 +17,9 @@ PERIOD_SECONDS: Final = 0.1
 
 @contextmanager
 def slowed(share: float, begun: Callable[[], bool]) -> Iterator[None]:
-    """While inside, servers that start are stopped for all but this share of each period; 1 leaves them alone.
+    """While inside, servers that start are stopped for all but this share of each period; 1 does not stop them.
 
-    Not until `begun`: until then they start as fast as they can.
+    Before `begun` they are not stopped, so that they start as fast as they can.
     """
     start, over = LocalLauncher.start, threading.Event()
 

@@ -1,9 +1,9 @@
-"""How long `arealflow run` of a tiny recipe takes to commit its first iteration, and to tell a mistake.
+"""How long `arealflow run` of a tiny recipe takes to commit its first iteration, and to report a mistake.
 
     python -m benchmarks.startup [--rounds 3] [--against CHECKOUT] [launcher.type=local …]
 
-Each round runs the recipe in an empty home, where Prefect's database is made too, then once more in the same home, then
-a recipe that names data which is not there. `--against` has another checkout do the same in turns, with this Python.
+Each round runs the recipe in an empty home, where Prefect's database is created, too; then once more in the same home;
+then a recipe that names data that does not exist. `--against`: another checkout does the same in turn, by this Python.
 CPU seconds are those of the command and of everything it starts.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure(checkout: Path, home: Path, overrides: Sequence[str]) -> None:
-    """Three commands, a line for each."""
+    """Run the three commands, and print a line for each."""
     (recipe := home / "tiny.yaml").write_text(RECIPE)
     for what, words in {
         "empty home": ["run=first", *overrides],

@@ -1,10 +1,10 @@
-"""How fast the store writes and scans, and what a token costs on disk.
+"""How fast the store writes and scans, and how many bytes a token takes on disk.
 
     python -m benchmarks.store [--store URL] [--iterations 100] [--samples 4096]
 
 Two loads: an iteration of the quickstart (small tables, where every millisecond is overhead) and rollouts of a real
-size. The token ids are drawn from a Zipf law, prompts are shared by groups of eight, logprobs are noise: what real
-rollouts look like to a compressor, without a model.
+size. The token ids are drawn from a Zipf law, prompts are shared by groups of eight, logprobs are noise: such rows
+compress like real rollouts, and need no model.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def commit_stage(run: Run, k: int, stage: str, tables: dict[str, pa.Table]) -> S
 
 
 def commit_iterations(run: Run, count: int, rows: int, tokens: int) -> float:
-    """Commit small iterations as the quickstart does; milliseconds an iteration. Making the rows does not count."""
+    """Commit small iterations as the quickstart does; milliseconds per iteration. Making the rows does not count."""
     spent = 0.0
     for k in range(count):
         stages = SMALL | {"scalars": ("scalars",)}
@@ -177,8 +177,8 @@ def large(store: Store, rows: int) -> list[tuple[str, str]]:
         ("scan, all columns, verified", f"{memory / read_time / 1e6:.0f} MB/s ({stored / read_time / 1e6:.0f} stored)"),
         ("scan, two short columns, verified", f"{column_time * 1e3:.0f} ms"),
         ("content digest", f"{memory / seconds(lambda: content_digest(rollout), 3) / 1e6:.0f} MB/s"),
-        ("rollout on disk", f"{stored / ref.tokens:.2f} bytes a token (with {', '.join(floats)})"),
-        ("a further float column on disk", f"{per_float:.2f} bytes a token (half of them prompt)"),
+        ("rollout on disk", f"{stored / ref.tokens:.2f} bytes per token (with {', '.join(floats)})"),
+        ("a further float column on disk", f"{per_float:.2f} bytes per token (half of them prompt)"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The trainer's optimizer steps by themselves: GRPO over packed random samples, no pipeline, store or process around.
+"""The trainer's optimizer steps alone: GRPO over packed random samples, without pipeline, store or other processes.
 
     python -m benchmarks.trainer_core [135m 0.5b 1.5b 7b] [--backend local fsdp2] [--json FILE]
     python -m benchmarks.trainer_core --check        (kernels of this device against plain fp32, on a tiny model)
@@ -69,7 +69,7 @@ class Result:
 
 
 def make_settings(shape: str, backend: str, arguments: argparse.Namespace, steps: int) -> Settings:
-    """As a recipe would give them."""
+    """The settings that a recipe would give."""
     micro, chunk = SIZES[shape]
     trainer = Trainer(
         backend=backend,
@@ -96,7 +96,7 @@ def make_settings(shape: str, backend: str, arguments: argparse.Namespace, steps
 
 
 def make_batch(shape: Shape, rows: int, arguments: argparse.Namespace) -> Batch:
-    """Random samples; the first token of each is the prompt, since a model computes one position less than it sees."""
+    """Random samples; the first token of each is the prompt, since no position predicts it."""
     generator = torch.Generator().manual_seed(0)
     shortest = arguments.length // 8 if arguments.varied else arguments.length
     lengths = torch.randint(shortest, arguments.length + 1, (rows,), generator=generator) + 1
@@ -184,7 +184,7 @@ def synchronize() -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Loss and gradient of packed bf16 passes with this device's kernels, against plain fp32; 1 where they are far."""
+    """Compare loss and gradient of packed bf16 passes by this device's kernels to plain fp32; 1 if they differ much."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -225,6 +225,7 @@ def gradient(policy: Policy) -> Tensor:
 
 
 def show(result: Result) -> None:
+    """Print a result in one line."""
     steps = " ".join(f"{s:.3f}" for s in result.step_seconds)
     print(
         f"{result.shape:5} {result.backend:6} {result.tokens_per_second:10,.0f} tokens/s  MFU {result.mfu:6.1%}  "
@@ -252,7 +253,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What a step trains on, how, and where its results go."""
+    """Add the options of what a step trains on, how, and where its results go."""
     parser.add_argument("--rows", type=int, default=128, help="samples an optimizer step")
     parser.add_argument("--length", type=int, default=1024, help="positions of a sample")
     parser.add_argument("--varied", action="store_true", help="lengths from an eighth of --length up")

@@ -1,10 +1,10 @@
-"""What one unit of bookkeeping costs in the flow: a group, a spool record, a request to the store, a Prefect task.
+"""The cost of each unit of bookkeeping in the flow: a group, a spool record, a request to the store, a Prefect task.
 
     python -m benchmarks.unit_costs [--store URL] [--tokens 1000] [FILE]
 
-Processor seconds of the flow's process and seconds by the clock, as JSON, which `benchmarks.simulate_scale FILE` reads.
-A group has eight samples of `--tokens` tokens. `requests` and `tasks` count what the flow asks of the store and of
-Prefect in an iteration of the quickstart; trainers and servers ask for themselves.
+CPU seconds of the flow's process and seconds by the clock, as JSON, which `benchmarks.simulate_scale FILE` reads. A
+group has eight samples of `--tokens` tokens. `requests` and `tasks` count the flow's requests to the store and its
+Prefect tasks in an iteration of the quickstart; requests of trainers and servers are not counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ITERATIONS: Final = 6
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one unit: processor seconds of this process, and seconds by the clock with nothing else under way."""
+    """The cost of one unit: CPU seconds of this process, and seconds by the clock without other work."""
 
     cpu: float
     seconds: float
@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Units:
-    """`requests` and `tasks` are numbers per iteration; the others what one costs. The record holds one group."""
+    """`requests` and `tasks` are numbers per iteration; the others are costs of one. The record holds one group."""
 
     group: Cost
     spool_record: Cost
@@ -104,7 +104,7 @@ def measure(store: Store, folder: Path, tokens: int) -> Units:
 
 
 def cost(do: Callable[[int], object], times: int = TIMES) -> Cost:
-    """The mean of the processor's seconds, and the median of the clock's, of `times` calls after three others."""
+    """The mean CPU seconds, and the median seconds by the clock, of `times` calls after three for warm-up."""
     for n in range(3):
         do(n)
     clocks, cpu = [], time.process_time()
@@ -128,7 +128,7 @@ def group_cost(store: Store, address: str, tokens: int) -> Cost:
 
 
 async def group_samples(address: str, tokens: int, groups: int) -> list[list[Sample]]:
-    """So many groups by `single_turn`, from a server that answers at once."""
+    """`groups` groups by `single_turn`, from a server that answers at once."""
     client = InferenceClient([f"http://{address}"], Access(), Inference(max_concurrent_requests=64))
     context = WorkflowContext(client, 1, SIZE, tokens, 1.0, PROMPT_TOKENS + tokens)
     prompts = [Prompt(n, n, 0, "?", "!", list(range(PROMPT_TOKENS))) for n in range(groups)]
@@ -139,7 +139,7 @@ async def group_samples(address: str, tokens: int, groups: int) -> list[list[Sam
 
 
 def task_cost(folder: Path) -> Cost:
-    """A task run that does nothing, in a flow with a server of its own."""
+    """The cost of a task run that does nothing, in a flow with its own server."""
 
     @task
     def nothing() -> None: ...
@@ -166,7 +166,7 @@ def per_iteration(folder: Path) -> tuple[float, float]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts the requests to stores on this disk, while inside."""
+    """While inside, count the requests to stores on this disk."""
     count: Counter[str] = Counter()
     originals: Mapping[str, Any] = {name: getattr(LocalBackend, name) for name in REQUESTS}
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.weights_store --store s3://BUCKET/PREFIX [--gb 1] [--server PID]
 
-Random tensors of bfloat16 in files of 128 MiB, as the trainer publishes them. Besides the clock it prints CPU seconds a
-GB: of this process, and with `--server` of the S3 server on this machine. On one with many cores the clock falls to the
-larger of them divided by the cores, as far as the server uses them.
+Random tensors of bfloat16 in files of 128 MiB, as the trainer publishes them. Prints seconds by the clock and CPU
+seconds per GB: those of this process, and with `--server` those of the S3 server on this machine. With many cores the
+time by the clock falls to the larger of the two divided by the cores, as far as the server uses them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def policy(gb: float) -> Snapshot:
 
 @contextmanager
 def measured(name: str, gb: float, server: int | None) -> Iterator[None]:
-    """Prints the time of what is inside, by the clock and by the processors."""
+    """Print the time of the code inside: by the clock, and CPU seconds."""
     watched = {"client": psutil.Process()} | ({"server": psutil.Process(server)} if server else {})
     before = {who: process.cpu_times() for who, process in watched.items()}
     started = time.perf_counter()
@@ -59,7 +59,7 @@ def measured(name: str, gb: float, server: int | None) -> Iterator[None]:
 
 
 def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, server: int | None) -> None:
-    """Writing, then fetching; then writing again what was fetched, as a checkpoint is."""
+    """Measure writing, then fetching, then writing the fetched files again, as a checkpoint is written."""
     attempt, started = new_attempt(), now()
     prefix = paths.weights_attempt(run, version, attempt)
     with measured("written from memory", gb, server):

@@ -123,7 +123,7 @@ class ServiceSamples(RepeatedWork):
 
     def repeat(self) -> None:
         """Poll the services; sample them, and store the samples, if that is due."""
-        self.sampler.look()
+        self.sampler.observe()
         now = time.monotonic()
         if now - self._sampled < max(SAMPLE_SECONDS, SERVICE_SECONDS * len(self.sampler.services)):
             return

@@ -50,7 +50,7 @@ class RestartBudget:
 
 
 def with_restarts(work: Callable[[RestartBudget], T]) -> T:
-    """Call `work`, retrying while it raises an error of AWAY; returns what it returns, raises its other errors."""
+    """Call `work`, retrying while it raises an error of RESTARTED_AFTER; returns its result, raises other errors."""
     budget = RestartBudget(known=flow_run.get_run_count() > 1)
     while True:
         try:

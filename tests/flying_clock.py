@@ -20,19 +20,19 @@ SETTINGS = {"type": "local", "warn_seconds": 20.0, "hang_seconds": 120.0}
 STEP_SECONDS = 15.0
 
 
-def look_often(patch: pytest.MonkeyPatch) -> None:
+def poll_often(patch: pytest.MonkeyPatch) -> None:
     """Have watchdogs that are made from now on poll every 1/400 of their intervals."""
     patch.setattr(watchdog_module, "POLLS", 400)
 
 
 class FlyingClock:
-    """The watchdog's clock: the monotonic one, and STEP_SECONDS for each look while a process is stopped."""
+    """The watchdog's clock: the monotonic one, and STEP_SECONDS for each poll while a process is stopped."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._flown = 0.0
         self._stopped: LocalHandle | None = None
-        self._look = watchdog.look
-        watchdog.clock, watchdog.look = self, self._fly  # type: ignore[method-assign]
+        self._poll = watchdog.poll_all
+        watchdog.clock, watchdog.poll_all = self, self._fly  # type: ignore[method-assign]
 
     def __call__(self) -> float:
         return time.monotonic() + self._flown
@@ -45,4 +45,4 @@ class FlyingClock:
     def _fly(self) -> None:
         if self._stopped is not None and self._stopped.exit_code() is None:
             self._flown += STEP_SECONDS
-        self._look()
+        self._poll()

@@ -1,4 +1,4 @@
-"""What a client needs to be let in by services: their bearer token, and whose certificates it trusts."""
+"""What a client needs to use services: their bearer token, and the certificate authority that it trusts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 
 from areal_tasks.engines.tls import Trust, trusting
 
-#: A connection to a machine that vanishes, which sends no end of it, breaks after 35 s.
+#: A connection to a machine that vanishes without closing it breaks after 35 s.
 SOCKET_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -23,7 +23,7 @@ SOCKET_OPTIONS: Final = (
 
 @dataclass(frozen=True)
 class Access:
-    """`authority`: the certificate (PEM) whose holder has signed theirs; empty: as this machine trusts any server."""
+    """`authority`: the certificate (PEM) of the only trusted authority; empty: those that this machine trusts."""
 
     token: str = field(default="", repr=False)
     authority: str = ""

@@ -33,14 +33,14 @@ from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
-ATTEMPTS: Final = 4  # servers that a request is tried on: a request that kills its server must not kill all of them
-LEARN_SECONDS: Final = 0.05  # pause between two polls of the weights version of a server
+ATTEMPTS: Final = 4  # servers that a request is tried on: a request that crashes its server must not crash all of them
+VERSION_POLL_SECONDS: Final = 0.05  # pause between two polls of the weights version of a server
 IDLE_CONTINUATIONS: Final = 16  # consecutive interruptions without a new token that are tolerated
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One completion to be sampled. Requests of one `group` that are made together are sent together.
+    """One completion to be sampled. Requests of one `group` that are made at once are sent in one HTTP request.
 
     No token of it is sampled with weights of a version below `floor`: it waits for a server with newer weights.
     Tokens of `input_ids` from position `scored_from` on (1 or more) get logprobs, too, at temperature 1; a server
@@ -65,11 +65,11 @@ class GenerateResult:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    text: str = ""  # empty if the engine's text does not apply and the client has no tokenizer
+    text: str = ""  # empty if the server's text is not that of all tokens and the client has no tokenizer
     stop_reason: str = "abort"  # stop, length or abort
     server: str = ""
     seconds: float = 0.0
-    segments: int = 0  # answers that it consists of
+    segments: int = 0  # the number of answers that it consists of
     stale_kv: list[bool] = field(default_factory=list)  # sampled over KV cache of weights older than its version
     prompt_logprobs: list[float] = field(default_factory=list)  # of the request's tokens from `scored_from` on
 
@@ -98,7 +98,7 @@ class _Work:
 
 
 class _Waiter(NamedTuple):
-    """A request that waits for a server, which `given` delivers."""
+    """A request that waits for a server, which becomes the result of `given`."""
 
     floor: int
     samples: int
@@ -110,8 +110,8 @@ class InferenceClient(UpdatedPool):
 
     Errors of all methods: UserError with the server's reason for a request that is refused; ServerDown when no server
     answers within the request timeout, or a server does not take the weights it was sent.
-    `patience_seconds`: how long to wait while no server is healthy; None: `NO_SERVER_SECONDS`. `ends` is called where
-    the client itself must find the end of a completion. `interruption`: of the recipe; None: η is 0.
+    `patience_seconds`: how long to wait while no server is healthy; None: `NO_SERVER_SECONDS`. `ends` is called when
+    the client itself must find the end of a completion. `interruption`: the recipe's; None if η is 0.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class InferenceClient(UpdatedPool):
 
     @property
     def capacity(self) -> int:
-        """Groups that can be in flight at once without waiting for a server."""
+        """The number of groups that can be in flight at once without waiting for a server."""
         each = self.settings.max_concurrent_requests * self.settings.groups_per_request
         return each * max(1, len(self.healthy()))
 
@@ -210,7 +210,7 @@ class InferenceClient(UpdatedPool):
         """After the end of an answer: finish the request, or prepare it to continue from its partial output."""
         result = work.result
         if result.stop_reason == "abort":
-            _withdraw(work)
+            _drop_last_token(work)
         else:
             self.finished += 1
             result.seconds = seconds
@@ -276,7 +276,7 @@ class InferenceClient(UpdatedPool):
                 skipped.append(waiter)
         self._waiting.extendleft(reversed(skipped))
         for server in self.servers if skipped and self.target is None else ():
-            self._background("learn", server, self._learn)
+            self._background("version", server, self._poll_version)
         if self._closed:
             self._give_up()
         elif self._waiting and not self.healthy():
@@ -296,7 +296,7 @@ class InferenceClient(UpdatedPool):
             if not waiter.given.done():
                 waiter.given.set_exception(self._no_server())
 
-    async def _learn(self, server: Server) -> None:
+    async def _poll_version(self, server: Server) -> None:
         """Poll the server's version while requests wait for newer weights than it is known to hold."""
         while server.healthy and any(waiter.floor > (server.version or 0) for waiter in self._waiting):
             try:
@@ -304,10 +304,10 @@ class InferenceClient(UpdatedPool):
             except ServerDown as error:
                 self._evict(server, error)
             self._dispatch()
-            await asyncio.sleep(LEARN_SECONDS)
+            await asyncio.sleep(VERSION_POLL_SECONDS)
 
     def _extend(self, work: _Work, answer: dict[str, Any], server: str) -> bool:
-        """Append what is new in an answer; return whether the completion has ended without the server noticing."""
+        """Append the new part of an answer. Returns whether the completion has ended although the server continued."""
         _extend(work, answer, server)
         result, request = work.result, work.request
         at_limit = result.stop_reason == "length"
@@ -366,7 +366,7 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
 
 
 def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
-    """Append what is new in an answer. Each answer of a stream repeats the tokens before it.
+    """Append the new part of an answer. Each answer of a stream repeats the tokens before it.
 
     With SGLang's flag incremental-streaming-output it does not: then it lists fewer tokens than it counts.
     """
@@ -396,7 +396,7 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
         work.known = len(result.output_ids)
 
 
-def _withdraw(work: _Work) -> None:
+def _drop_last_token(work: _Work) -> None:
     """Drop the last token of an interrupted result, to sample it again, unless it is known not to end the completion.
 
     SGLang checks for an abort before it checks for the end: the last token may be the one that ends the text. An abort

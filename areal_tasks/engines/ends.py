@@ -1,4 +1,4 @@
-"""What ends a completion besides its length: end tokens, and stop strings in its text.
+"""What ends a completion before its maximum length: end tokens, and stop strings in its text.
 
 A completion ends with the first token that is an end token or completes a stop string; without such a token it is
 truncated at its maximum length. An engine checks what it generates for one request. SGLang does not check the last

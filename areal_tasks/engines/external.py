@@ -1,7 +1,8 @@
 """Inference servers that run already and that no run stops: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
 
-How they were started is unknown, so settings that would go unnoticed are checked by their answers. Those that were
-started with `engines/sglang/child.py` get weights from the store, wherever they are; plain SGLang reads a folder.
+The run has not started them, so it checks by their answers those settings that would otherwise do harm unnoticed.
+Servers that were started with `engines/sglang/child.py` load weights from the store, on any machine; plain SGLang loads
+a folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from schemas.errors import UserError
 
 ADDRESSES: Final = "AREAL_LLM_SERVER_ADDRS"
 SERVER_TOKEN: Final = "AREAL_LLM_SERVER_TOKEN"
-#: What `sglang/from_store.py` adds to SGLang's API.
+#: Paths that `sglang/from_store.py` adds to SGLang's API.
 FETCH: Final = "/fetch_weights"
 STORE_OF: Final = "/weights_store"
 
@@ -58,8 +59,8 @@ PROBE: Final[dict[str, Any]] = {
 }
 
 
-def not_seen(refusal: str, folder: str) -> str:
-    """What to say of a server that has refused to load the weights in `folder`."""
+def folder_not_visible(refusal: str, folder: str) -> str:
+    """The error message for a server that has refused to load the weights in `folder`."""
     return (
         f"{refusal}. The weights are in the folder {folder} of {gethostname()}: a server of {ADDRESSES} that does not "
         "see it has to be started with `python -m areal_tasks.engines.sglang.child`, which reads the store, and the "

@@ -1,8 +1,8 @@
 """Weights of a store in a folder of this machine, for engines to load.
 
-Those of a remote store are fetched into memory, once for all processes of a user that load them at the same time. Each
-of them has a shared lock on the folder, which ends with the process; the last one that leaves removes the folder. What
-killed processes leave is removed when the next weights are fetched.
+Weights of a remote store are fetched into memory, once for all processes of a user that load them at the same time.
+Each process has a shared lock on the folder, which ends with the process; the last one to release it removes the
+folder. Folders of killed processes are removed when the next weights are fetched.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FETCHES: Final = ".fetches"  # a file that is locked while the folder's others a
 
 
 class Fetched:
-    """Weights in memory: the last, which an evicted server may load later, and those before.
+    """Weights in memory: the newest, which an evicted server may load later, and the previous ones.
 
-    A server may still be loading older ones when newer ones exist: SGLang crashes if they are removed.
+    A server may still be loading the previous ones: SGLang crashes if they are removed.
     """
 
     def __init__(self) -> None:
@@ -50,22 +50,22 @@ class Fetched:
         if (folder := store.local(common_folder(files))) is None:
             yield self.hold(in_memory(store, files))
             return
-        self.outdate()
+        self.release_older()
         with concurrently(lambda: materialise(store, files, folder, verify=True)):
             yield folder
 
     def hold(self, folder: AbstractContextManager[Path]) -> Path:
-        """Enter `folder`, which holds newer weights."""
-        self.outdate()
+        """Use `folder`, which holds newer weights than all before."""
+        self.release_older()
         return self._last.enter_context(folder)
 
-    def outdate(self) -> None:
-        """Newer weights exist, here or elsewhere: leave those before the last."""
+    def release_older(self) -> None:
+        """Release all weights but the last: newer ones exist, in this memory or not."""
         self._before.close()
         self._before, self._last = self._last, ExitStack()
 
     def close(self) -> None:
-        """Leave all: no server loads them any more."""
+        """Release all weights: no server loads them any longer."""
         self._before.close()
         self._last.close()
 
@@ -119,7 +119,7 @@ def remove_unused(parent: Path) -> None:
 
 @contextmanager
 def _used(folder: Path) -> Iterator[Path]:
-    """The folder, which exists inside; whoever leaves last removes it."""
+    """The folder, which exists inside this context; its last user removes it."""
     lock = _enter(folder)
     try:
         yield folder
@@ -128,7 +128,7 @@ def _used(folder: Path) -> Iterator[Path]:
 
 
 def _enter(folder: Path) -> int:
-    """A shared lock on the folder, which is made if need be."""
+    """A shared lock on the folder, which is created if it is missing."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):
@@ -140,7 +140,7 @@ def _enter(folder: Path) -> int:
 
 
 def _leave(folder: Path, lock: int) -> None:
-    """Give up the lock, and remove the folder if no other process has one."""
+    """Release the lock, and remove the folder if no other process has one."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(folder, lock):
@@ -156,7 +156,7 @@ def _opened(folder: Path) -> int:
 
 
 def _is_at(folder: Path, lock: int) -> bool:
-    """Whether the folder that `lock` has open is still there, and not another of that name."""
+    """Whether `folder` is still the one that `lock` has open, not a new one of that name."""
     try:
         return os.path.samestat(os.stat(folder), os.fstat(lock))
     except FileNotFoundError:

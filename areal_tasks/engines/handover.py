@@ -24,7 +24,7 @@ Transport = Literal["store", "tensor", "nccl"]
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
-    """The transport that the recipe names, or for `auto` the fastest that the placement allows without a network.
+    """The transport that the recipe names; for `auto` the fastest that the placement allows without a network.
 
     Raises:
         UserError: the placement does not allow the one it names.
@@ -71,8 +71,8 @@ def sending_ranks(transport: Transport, placement: Placement) -> tuple[int, ...]
 
 def _between_machines(recipe: RlhfRecipe, external: bool) -> list[Transport]:
     """The transports that a cluster allows; NCCL only if the recipe names it, since it does not encrypt."""
-    apart = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
-    return ["store", "nccl"] if apart else ["store"]
+    on_gpus = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
+    return ["store", "nccl"] if on_gpus else ["store"]
 
 
 def name_of(ref: WeightsRef) -> str:

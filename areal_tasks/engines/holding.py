@@ -1,4 +1,4 @@
-"""One inference server with a client of its own, while the others of its pool go on with newer weights."""
+"""One inference server with a client of its own, while the others of its pool continue with newer weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.manifest import WeightsRef
 
 
 class Holder:
-    """`client`: of the server that is held. `run` runs a client's coroutines; `call` also tends the servers.
+    """`client`: that of the held server. `run` runs a client's coroutines; `call` also supervises the servers.
 
     `hold`: `InferenceClient.hold` of a pool, run by `call`, which ends it if the pool is `stuck`.
     """

@@ -15,7 +15,7 @@ from typing import Final
 
 LIFELINE: Final = "AREAL_LIFELINE_FD"
 SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
-#: What a rollout worker does before it ends; each returns when it has succeeded or cannot succeed.
+#: What a rollout worker does before it ends with its flow; each returns when it has succeeded or cannot succeed.
 DUTIES: list[Callable[[], object]] = []
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
 
 
 def farewell() -> None:
-    """Perform a rollout worker's duties, because its flow has ended."""
+    """Run `DUTIES`, because the flow has ended."""
     for duty in list(DUTIES):
         try:
             duty()

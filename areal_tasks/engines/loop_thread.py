@@ -38,7 +38,7 @@ class LoopThread:
         seconds: float | None = None,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> T:
-        """Return the result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
+        """The result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
 
         Raises TimeoutError after `seconds`, and what `meanwhile` raises, which cancels the work.
         """
@@ -55,7 +55,7 @@ class LoopThread:
 
     def _run(self) -> None:
         """Run the loop until `stop`. asyncio leaves its loop when a task, such as a user's workflow, calls `sys.exit`:
-        the caller that awaits the task gets SystemExit, and without a restart all other callers would wait for ever."""
+        the caller that awaits the task gets SystemExit, and without a restart all other callers would never return."""
         while True:
             with suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()

@@ -89,7 +89,7 @@ class Names:
     tied: for each name in the model's state, the first name of the same tensor; groups use first names.
     buffers: those first names that are not parameters.
     missing: tensors of the model that no stored tensor makes. unexpected: stored ones without a tensor of the model.
-    Both without those that the model's class declares as ignored.
+    Neither contains those that the model's class declares as ignored.
 
     Raises:
         UserError: transformers cannot reverse the conversion of a group.
@@ -116,7 +116,7 @@ class Names:
         if self.missing or self.unexpected:
             raise UserError(
                 f"{source} does not hold the weights of its architecture; missing: {listed(self.missing)}; unexpected: "
-                f"{listed(self.unexpected)}. What is missing would be random, and what is unexpected left out: name a "
+                f"{listed(self.unexpected)}. Missing tensors would be random, and unexpected ones ignored: name a "
                 "complete checkpoint as model.path"
             )
         return self

@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from areal_tasks.engines.external import not_seen
+from areal_tasks.engines.external import folder_not_visible
 from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target
 from areal_tasks.engines.server_pool import ServerPool
 
@@ -24,8 +24,8 @@ class UpdatedPool(ServerPool):
     """A pool whose servers are given weights."""
 
     async def _prepare(self, server: Server) -> None:
-        """Probe a server, and bring it to the target weights, with its memory and pause as they are to be."""
-        await self._settle(server)
+        """Probe a server, and give it the target weights; its memory is lent, and it is paused, as the others are."""
+        await self._set_memory_and_pause(server)
         await server.probe(token=self.target is not None)
         await self._check(server)
         await self._catch_up(server)
@@ -35,7 +35,7 @@ class UpdatedPool(ServerPool):
     @property
     def version(self) -> int | None:
         """The weights version that all generating servers hold, as far as known."""
-        held = [server.version for server in self.servers if server.able and server.version is not None]
+        held = [server.version for server in self.servers if server.may_generate and server.version is not None]
         return self.target.version if self.target else min(held, default=None)
 
     def wants(self, key: str) -> bool:
@@ -57,7 +57,7 @@ class UpdatedPool(ServerPool):
         self._dispatch()
 
     async def holding(self, version: int, key: str, uri: str | None) -> None:
-        """Make these the target. Servers that hold this version's previous target keep it; the others load `uri`."""
+        """Make these the target. Servers that hold this version already count as current; the others load `uri`."""
         target = Target(version, key, uri)
         if self.target is not None and self.target.version != version:
             self._set_target(target)
@@ -74,17 +74,17 @@ class UpdatedPool(ServerPool):
             self._background("admit", server, self._admit)
 
     async def hold(self, key: str) -> tuple[Server, bool]:
-        """Take a server out of use until `release`, and return it; and whether it holds the weights of that name.
+        """Take a server out of use until `release`. Returns it, and whether it holds the weights of that name.
 
-        If it does, requests in flight end on it. Otherwise it has none left: it can be given other, older weights.
+        If it does, its requests in flight continue. Otherwise they have ended: it can be given other, older weights.
 
         Waits while healthy servers get the target weights. If only the trainer has these, and no thread sends them,
-        that has no end: the caller looks whether the pool is `stuck`, as while it generates.
+        the wait is endless: the caller checks whether the pool is `stuck`, as during generation.
 
         Raises:
-            ServerDown: none is healthy.
+            ServerDown: no server is healthy.
         """
-        while not (free := [server for server in self.servers if server.able and not server.paused]):
+        while not (free := [server for server in self.servers if server.may_generate and not server.paused]):
             await self._until(lambda: bool(self.healthy()))
             await asyncio.sleep(POLL_SECONDS)
         server, wanted = min(free, key=attrgetter("load")), self.wants(key)
@@ -102,8 +102,8 @@ class UpdatedPool(ServerPool):
     async def release(self, server: Server) -> None:
         """Use a held server again, as soon as it has the target weights.
 
-        While the others are interrupted it first ends what it has under way, which would go on with weights from the
-        trainer otherwise.
+        While the others are interrupted for weights from the trainer, its requests in flight end first: otherwise they
+        would continue with the new weights.
         """
         if self._interrupted:
             await server.drained(self.followers.busy)
@@ -113,7 +113,7 @@ class UpdatedPool(ServerPool):
             self._dispatch()
 
     async def forget_versions(self) -> None:
-        """The servers' weights may be damaged or incomplete: no server generates until it is given others."""
+        """Mark the versions as unknown: weights may be damaged. No server generates before it is given others."""
         self._forget_versions()
         self._versions_unknown = True
         await self.followers.acknowledged()
@@ -121,7 +121,7 @@ class UpdatedPool(ServerPool):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether the servers' weights are unknown: they are about to get some from the trainer."""
+        """Whether the versions are unknown, as while the trainer sends weights."""
         return self.target is not None and not self.target.key
 
     def _forget_versions(self) -> None:
@@ -132,7 +132,7 @@ class UpdatedPool(ServerPool):
         """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
 
         Requests in flight continue with the new weights, or the weights wait for their end. Evicted servers load them
-        before they are let in. `key`: the name for `wants`. SGLang's fetch weights of a store while they generate.
+        before they are admitted. `key`: the name for `wants`. SGLang fetches weights of a store while it generates.
         """
         if not self.healthy():
             await self._all_probed()
@@ -142,7 +142,7 @@ class UpdatedPool(ServerPool):
         await self.followers.acknowledged()
         seconds = await self.each(self._load)
         if not seconds:
-            await self._until(lambda: any(server.able for server in self.servers))
+            await self._until(lambda: any(server.may_generate for server in self.servers))
         return seconds
 
     async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
@@ -157,9 +157,9 @@ class UpdatedPool(ServerPool):
         return await self.each(confirmed, urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
-        """Ask every healthy server (of `urls`) concurrently; returns their answers. A server that fails is evicted.
+        """The answers of all healthy servers (of `urls`), asked concurrently. A server that fails is evicted.
 
-        Those that are held are left out.
+        Servers that are held are not asked.
         """
         servers = [s for s in self.servers if s.healthy and not s.held and (urls is None or s.url in urls)]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
@@ -187,11 +187,11 @@ class UpdatedPool(ServerPool):
             await server.load_weights(target, self._loading.flags)
         except BadRequest as error:
             if self._external and target.uri and "://" not in target.uri:
-                raise BadRequest(not_seen(str(error), target.uri)) from error
+                raise BadRequest(folder_not_visible(str(error), target.uri)) from error
             raise
 
     async def _confirm(self, server: Server, given: Target) -> None:
-        """Let the server generate if it reports the weights that it was given and they are still the target."""
+        """Have the server generate if it reports the weights that it was given and they are still the target."""
         if (held := await server.ask_version()) != str(given.version):
             raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:
@@ -228,16 +228,16 @@ class UpdatedPool(ServerPool):
         return dict(await self.each(ask))
 
     async def lend_memory(self, lends: bool) -> None:
-        """Have the servers lend the memory of their cache, and not generate meanwhile; or take it back."""
+        """Have the servers lend the memory of their cache, during which they do not generate, or take it back."""
         self._lends = lends
-        await self.each(self._settle)
+        await self.each(self._set_memory_and_pause)
 
-    async def _settle(self, server: Server) -> None:
-        await server.settle(self._lends, goes_on=not self.paused)
+    async def _set_memory_and_pause(self, server: Server) -> None:
+        await server.lend(self._lends, resumes=not self.paused)
 
     @asynccontextmanager
     async def _stopped(self, server: Server, mode: str | None) -> AsyncIterator[None]:
-        """Inside, the server's generation is paused in `mode`; None: it is not."""
+        """While inside, the server's generation is paused in `mode`, unless that is None."""
         if mode is None:
             yield
             return
@@ -247,10 +247,10 @@ class UpdatedPool(ServerPool):
                 yield
             finally:
                 if not self.paused:
-                    await server.go_on()
+                    await server.resume()
 
     async def interrupt(self) -> None:
-        """Return when all servers are ready for weights from the trainer; call `resume` afterwards."""
+        """Prepare all servers for weights from the trainer; call `resume` afterwards."""
         self._forget_versions()
         await self.followers.acknowledged()
         if self._receiving.drains:
@@ -265,7 +265,7 @@ class UpdatedPool(ServerPool):
         await self.each(lambda server: server.pause(mode))
 
     async def resume(self) -> None:
-        """Continue generation; evicted servers do so before they are let in."""
-        while any(server.healthy and server.paused for server in self.servers):  # others may be let in meanwhile
-            await self.each(Server.go_on)
+        """Continue generation; evicted servers do so before they are admitted."""
+        while any(server.healthy and server.paused for server in self.servers):  # others may be admitted meanwhile
+            await self.each(Server.resume)
         self.paused = False

@@ -31,7 +31,7 @@ Give = Callable[[], list[float]]
 #: Buffers that models of SGLang 0.5.17 compute themselves and no checkpoint holds: Gemma 2 and 4, Phi-3-small,
 #: Falcon-H1, Apertus, rotary positions of several axes. Others are known to SGLang's checker, which skips them.
 COMPUTED: Final = frozenset({"normalizer", "root_size", "dummy_token_indices", "mup_vector", "beta", "eps", "axis_map"})
-WITHOUT: Final = "inference.prove_weights=false goes on without this proof"
+WITHOUT: Final = "inference.prove_weights=false continues without this proof"
 
 
 class Proof:
@@ -104,11 +104,11 @@ def computed_tensors(found: Checksums) -> set[str]:
 def check_same(before: Checksums, after: Checksums) -> None:
     """UserError if on a server in both a tensor's checksum has changed, or the tensor is in one of the two only."""
     pairs = [pair for url in before.keys() & after.keys() for pair in zip(before[url], after[url], strict=True)]
-    apart = {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-    if apart:
+    changed = {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    if changed:
         raise UserError(
             "new weights do not reach every tensor of the inference servers: overwritten and given the same weights "
-            f"again, these are not what they were: {listed(apart)}. SGLang skips tensors whose names it does not know. "
+            f"again, these have changed: {listed(changed)}. SGLang skips tensors whose names it does not know. "
             "Name a model.path whose tensors have the usual names of its model family, or try another "
             f"inference.transport. If the servers compute these tensors themselves, {WITHOUT}"
         )

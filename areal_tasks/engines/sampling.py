@@ -1,7 +1,7 @@
-"""Samples of a run's services: what each works on or waits for, its queues, and what it takes of its machine.
+"""Samples of a run's services: what each works on or waits for, its queues, and what it uses of its machine.
 
-`look` is cheap and asks no service: it notes what the flow knows. `sample` gives a row per service for the time since
-the last sample, and asks servers and workers for their queues.
+`observe` is cheap and asks no service: it notes what the flow knows. `sample` gives a row per service for the time
+since the last sample, and asks servers and workers for their queues.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Row = dict[str, Any]
 Queue = tuple[int, int | None]  # what is being worked on, and what waits
 
 FLOW: Final = "flow"
-#: An operation of the store that lasts longer is waited for.
+#: The run counts as waiting for the store if an operation takes longer.
 STORE_SECONDS: Final = 0.5
-#: Commands of the trainer that go on while it trains or waits for groups.
+#: Commands that the trainer runs concurrently with training, or while it waits for groups.
 KEPT: Final = frozenset({"publish", "send"})
 #: What a wait of the run is for, by the first word of its name; names with other first words are stages or commands.
 CAUSES: Final = {
@@ -41,7 +41,7 @@ CAUSES: Final = {
 
 
 class State(NamedTuple):
-    """What a service does, or what it waits for: one of the two is empty."""
+    """What a service does, or what it waits for; the other one is empty."""
 
     doing: str = ""
     waits_for: str = ""
@@ -49,15 +49,15 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Flow:
-    """What the flow knows at one time. `works`: see `Watchdog.registered`; `lacks`: see `ServerPool.states`.
+    """What the flow knows at one time. `works`: see `Watchdog.registered`; `server_waits`: see `ServerPool.states`.
 
-    `store`: whether an operation of the store lasts.
+    `store`: whether an operation of the store takes longer than `STORE_SECONDS`.
     """
 
     works: Sequence[str]
     store: bool = False
     backlog: Backlog | None = None
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    server_waits: Mapping[str, str] = field(default_factory=dict)
 
 
 def first_word(work: str) -> str:
@@ -71,23 +71,23 @@ def stages(flow: Flow) -> list[str]:
 
 
 def causes(flow: Flow) -> list[str]:
-    """What the flow waits for, besides commands of the trainer; a slow store first, unless groups are awaited."""
+    """What the flow waits for, except commands of the trainer; a slow store first, unless it waits for groups."""
     found = [CAUSES[word] for word in map(first_word, flow.works) if word in CAUSES]
     if "rollout" not in stages(flow):
-        other = "evaluation" if "evaluate" in stages(flow) else "servers"  # which score a part after an update
+        other = "evaluation" if "evaluate" in stages(flow) else "servers"  # updated servers score part of the batch
         found = [other if cause == "groups" else cause for cause in found]
     return ["store", *found] if flow.store and "groups" not in found else found
 
 
 def flow_state(flow: Flow) -> State:
-    """The stages that it builds, unless these wait for something else than the trainer."""
+    """The stages that the flow builds, unless it waits for something other than the trainer."""
     if waits := causes(flow):
         return State(waits_for=waits[0])
     return State(", ".join(stages(flow)) or "between stages")
 
 
 def trainer_state(flow: Flow) -> State:
-    """The command that it runs, else what the flow is busy with instead."""
+    """The command that the trainer runs, else what the flow does or waits for instead."""
     commands = [word[1:] for word in map(first_word, flow.works) if word.startswith("/") and word != "/health"]
     waits = causes(flow)
     now = [name for name in commands if name not in KEPT] or ([] if "groups" in waits else commands)
@@ -95,18 +95,18 @@ def trainer_state(flow: Flow) -> State:
 
 
 def server_state(flow: Flow, url: str) -> State:
-    """It works while groups are generated, wherever; else it waits for weights, verdicts, or groups to begin.
+    """A server works while any groups are generated; else it waits for weights, verdicts, or groups that may begin.
 
-    If a server is held for an evaluation, the others do not evaluate.
+    If one server is held for an evaluation, the others do not evaluate.
     """
-    lacks, held = flow.lacks.get(url, "answers"), "release" in flow.lacks.values()
-    if lacks == "release" or ("evaluate" in stages(flow) and not lacks and not held):
+    waits_for, held = flow.server_waits.get(url, "answers"), "release" in flow.server_waits.values()
+    if waits_for == "release" or ("evaluate" in stages(flow) and not waits_for and not held):
         return State("evaluate")
-    return State(waits_for=lacks) if lacks else worker_state(flow, None)
+    return State(waits_for=waits_for) if waits_for else worker_state(flow, None)
 
 
 def worker_state(flow: Flow, worker: str | None) -> State:
-    """What it does with its groups; None: what all workers together have the servers do."""
+    """What a worker does with its groups; None: with the groups of all workers."""
     if flow.backlog is None:
         return State(waits_for="requests")
     generating, verifying = (
@@ -119,21 +119,21 @@ def worker_state(flow: Flow, worker: str | None) -> State:
 
 
 @dataclass
-class Seen:
-    """What the looks since the last sample have seen of one service; `state` and `since` are the last one's."""
+class Observations:
+    """The states of one service as observed since the last sample; `state` is the last one, which began at `since`."""
 
     state: State = field(default_factory=State)
     since: float = 0.0
     counts: Counter[State] = field(default_factory=Counter)
 
-    def look(self, state: State, now: float) -> None:
+    def observe(self, state: State, now: float) -> None:
         """Note the state at a time in seconds."""
         if state != self.state:
             self.state, self.since = state, now
         self.counts[state] += 1
 
     def row(self, now: float) -> Row:
-        """The columns of states, of the looks since the last row."""
+        """The columns of states, for the observations since the last row."""
         shares = {state: count / self.counts.total() for state, count in self.counts.items()}
         self.counts.clear()
         works = {state.doing: share for state, share in shares.items() if state.doing}
@@ -153,8 +153,8 @@ class Sampler:
 
     def __init__(self, engines: Engines) -> None:
         self.engines = engines
-        self._seen: dict[str, Seen] = {}
-        self._usages: dict[str, tuple[int, Usage]] = {}  # by service: of which start
+        self._seen: dict[str, Observations] = {}
+        self._usages: dict[str, tuple[int, Usage]] = {}  # by service: the number of its start, and its last usage
         self._sampled = time.monotonic()
 
     @property
@@ -166,11 +166,11 @@ class Sampler:
             **dict(list(self.engines.supervisor.services.items())),
         }
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Note what each service does or waits for now."""
         flow, now = self._flow(), time.monotonic()
         for name, service in self.services.items():
-            self._seen.setdefault(name, Seen()).look(self._state(flow, name, service), now)
+            self._seen.setdefault(name, Observations()).observe(self._state(flow, name, service), now)
 
     def _flow(self) -> Flow:
         servers, now = self.engines.servers, LEDGER.clock()
@@ -197,7 +197,7 @@ class Sampler:
                 **shared,
                 "service": name,
                 "restart": service.spec.restart if service else 0,
-                **self._seen.setdefault(name, Seen()).row(now),
+                **self._seen.setdefault(name, Observations()).row(now),
                 **self._used(name, service),
                 **queues.get(service.url if service else name, {}),
             }
@@ -205,7 +205,7 @@ class Sampler:
         ]
 
     def _queues(self) -> dict[str, Row]:
-        """The columns of queues, by the service's address; of the flow, by its name."""
+        """The columns of queues, by the service's address; those of the flow by its name."""
         servers, backlog = self.engines.servers, self.engines.servers.workers.backlog()
         at_once = self._at_once()
         found = {url: _queue(*queue, at_once) for url, queue in servers.queues().items()}
@@ -217,7 +217,7 @@ class Sampler:
         return found
 
     def _at_once(self) -> int | None:
-        """What a server works on at once: samples of the embedded engine, requests of SGLang."""
+        """How much a server works on at once: samples in the embedded engine, requests in SGLang."""
         recipe = self.engines.recipe
         if isinstance(recipe, SftRecipe):
             return None
@@ -225,7 +225,7 @@ class Sampler:
         return settings.slots if settings.engine == "embedded" else settings.max_concurrent_requests
 
     def _used(self, name: str, service: Service | None) -> Row:
-        """The columns of what it takes of its machine; CPU time as the mean number of cores since the last sample."""
+        """The columns of CPU, memory and GPUs; CPU time as the mean number of cores since the last sample."""
         usage = _usage(name, service)
         if usage is None:
             self._usages.pop(name, None)

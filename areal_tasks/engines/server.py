@@ -2,8 +2,8 @@
 
 SGLang (0.5.17) reports an error by the HTTP status, or by an event if a stream has begun. It has no safeguards: it
 crashes if it generates while the trainer has the memory of its KV cache, if it is asked to release memory during
-generation, or to release or resume memory twice. To show its health it generates a token, for `/health` as for
-`/health_generate`. So all health checks go through `Server.probe`.
+generation, or to release or resume memory twice. It answers `/health`, like `/health_generate`, by generating a token.
+So all health checks go through `Server.probe`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONNECT_SECONDS: Final = 10.0
 #: How long an idle connection is kept. Less than uvicorn's 5 s, which SGLang uses: a request that is sent while the
 #: server closes the connection fails, which is no reason to evict the server.
 IDLE_SECONDS: Final = 2.0
-LOOK_SECONDS: Final = 25.0  # timeout of a health check: SGLang itself answers 503 after 20 s without a token
+HEALTH_SECONDS: Final = 25.0  # timeout of a health check: SGLang itself answers 503 after 20 s without a token
 QUEUE_SECONDS: Final = 5.0  # timeout of a question for its queue
 CACHE: Final = {"tags": ["kv_cache"]}
 INTERRUPTED: Final = 499  # SGLang's status for a request that was aborted before its model saw it
@@ -53,7 +53,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """Weights that servers are to hold. `key` distinguishes weights of the same version, such as two attempts at it.
+    """The weights that servers are to hold. `key` distinguishes weights of one version, such as two attempts at it.
 
     `uri` is where servers load them from; None: only the trainer can send them.
     """
@@ -99,12 +99,12 @@ class Server:
     access: Access = field(default_factory=Access)
     seconds: float = 60.0  # timeout of a request or a command
     version: int | None = None  # the newest weights it is known to hold
-    elsewhere: int = 0  # requests of other clients in flight, as last reported
+    other_requests: int = 0  # requests of other clients in flight, as last reported
     failing_since: float | None = None  # the first failure since it last answered, by the pool's clock
     failures: int = 0  # since then
-    admitted: float = 0.0  # when it was let in
+    admitted: float = 0.0  # when it was last admitted
     requests: int = 0  # of this client, in flight
-    asks: int = 0  # requests and commands that it has not answered
+    asks: int = 0  # requests and commands in flight; no health checks
     paused: bool = False  # it was, or may have been, asked to pause generation, and not yet to continue
     held: bool = False  # another client alone uses it: it gets no requests and no weights from this one
     lends: bool = False  # the memory of its cache, to the trainer: it must not generate
@@ -116,15 +116,15 @@ class Server:
     _closed: bool = False
 
     @property
-    def able(self) -> bool:
+    def may_generate(self) -> bool:
         """Whether it may generate."""
         return self.healthy and self.current and not self.held
 
     @property
-    def lacks(self) -> str:
-        """What it waits for if it may not generate now: `answers` of its own, or `weights`; else empty.
+    def waits_for(self) -> str:
+        """Why it may not generate now; empty if it may.
 
-        `release` if it generates for another client.
+        `answers`: it does not answer; `weights`: it lacks these or is paused; `release`: another client uses it.
         """
         if not self.healthy:
             return "answers"
@@ -149,7 +149,7 @@ class Server:
         self.load += samples
 
     def end(self, samples: int) -> None:
-        """Count the request as ended."""
+        """Count a request for so many samples as ended."""
         self.requests -= 1
         self.load -= samples
         self.done += samples
@@ -159,7 +159,7 @@ class Server:
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> Any:
-        """One HTTP exchange; a health check if it has a timeout of its own (`seconds`)."""
+        """One HTTP exchange; counted as a health check if it has its own timeout, `seconds`."""
         async with self._response(method, path, body, seconds) as response:
             content = await response.read()
         return orjson.loads(content) if content else None  # SGLang answers some commands with an empty body
@@ -180,7 +180,7 @@ class Server:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to one request, unless its status is an error: see `check_status`."""
         where, data = self.url + path, None if body is None else orjson.dumps(body)
-        limit, streamed = seconds or self.seconds, body and body.get("stream")  # a stream has it for each read
+        limit, streamed = seconds or self.seconds, body and body.get("stream")  # in a stream it limits each read
         timeout = aiohttp.ClientTimeout(None if streamed else limit, sock_connect=CONNECT_SECONDS, sock_read=limit)
         counted = int(seconds is None)  # a health check is not
         self.asks += counted
@@ -208,18 +208,18 @@ class Server:
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def pause(self, mode: str) -> None:
-        """Pause generation until `go_on`."""
+        """Pause generation until `resume`."""
         self.paused = True  # even if the answer is lost
         await self.ask("POST", "/pause_generation", {"mode": mode})
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Continue generation, if it was paused."""
         if self.paused:
             await self.ask("POST", "/continue_generation", {})
             self.paused = False
 
-    async def settle(self, lends: bool, goes_on: bool) -> None:
-        """Release or resume the memory of its cache according to `lends`, then continue generation if `goes_on`."""
+    async def lend(self, lends: bool, resumes: bool) -> None:
+        """Lend the memory of its cache or take it back, according to `lends`; then continue generation if `resumes`."""
         async with self.commands:
             if lends and not self.lends:
                 self.lends = True  # from here on nothing is generated, even if the command fails
@@ -229,11 +229,11 @@ class Server:
             elif self.lends and not lends:
                 await self.ask("POST", "/resume_memory_occupation", CACHE)
                 self.lends = False
-            if goes_on:
-                await self.go_on()
+            if resumes:
+                await self.resume()
 
     async def drained(self, busy: Busy) -> None:
-        """Return when no request is in flight, of this client or of others."""
+        """Return when no request of this client or of others is in flight."""
         waits = self.requests + (await busy()).get(self.url, 0)
         if waits:
             log.info("new weights wait for the end of %d requests (rollout.interruption: drain)", waits)
@@ -247,7 +247,7 @@ class Server:
     async def reads(self, store: str) -> bool:
         """Whether the server loads weights from this store by itself, which plain SGLang does not."""
         try:
-            answer = await self.ask("GET", STORE_OF, seconds=LOOK_SECONDS)
+            answer = await self.ask("GET", STORE_OF, seconds=HEALTH_SECONDS)
         except BadRequest:
             return False
         return bool(answer["url"] == store)
@@ -262,41 +262,41 @@ class Server:
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def ask_version(self) -> str:
-        """Ask for the name of the weights that the server holds; sets `version` to it, or None if not a number."""
+        """The name of the weights that the server holds, asked for now; sets `version` to it, None if not a number."""
         name = str((await self.ask("GET", "/model_info"))["weight_version"])
         self.version = int(name) if name.isdecimal() else None
         return name
 
     async def probe(self, token: bool) -> object:
-        """A heartbeat: a value that is new whenever the server has made progress.
+        """A heartbeat: a value that changes whenever the server has made progress.
 
-        If the server reports its steps and has requests in flight, it is their count. Otherwise every answer counts as
-        progress: with `token`, a generated token, unless the server must not generate; else the answer of SGLang's
+        It is the number of steps if the server reports that and has requests in flight. Otherwise every answer counts
+        as progress: with `token`, a generated token, unless the server must not generate; else the answer of SGLang's
         scheduler, since the progress of a command is unknown.
         """
-        info = await self.ask("GET", "/server_info", seconds=LOOK_SECONDS)
-        if (self.requests or self.elsewhere) and "steps" in info and not info["paused"]:
+        info = await self.ask("GET", "/server_info", seconds=HEALTH_SECONDS)
+        if (self.requests or self.other_requests) and "steps" in info and not info["paused"]:
             return info["steps"]
         if token and not (self.paused or self.lends):
-            check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=LOOK_SECONDS))
+            check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=HEALTH_SECONDS))
             self._tokens.add(check)
             check.add_done_callback(self._tokens.discard)
             await check
         return object()
 
     async def queue(self, reports: bool) -> tuple[int, int | None]:
-        """How many samples it decodes, and how many wait in it.
+        """The number of samples that it decodes, and of those that wait in its queue.
 
-        Unless it `reports` them, which SGLang does not: requests in flight, as far as known, and None.
+        If it does not report these (`reports`), as SGLang: requests in flight, as far as known, and None.
         """
         if not reports:
-            return self.requests + self.elsewhere, None
+            return self.requests + self.other_requests, None
         info = await self.ask("GET", "/server_info", seconds=QUEUE_SECONDS)
         return info["running"], info["queued"]
 
     async def heartbeat(self, token: bool) -> Heartbeat:
         """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it."""
-        requests = self.requests + self.elsewhere
+        requests = self.requests + self.other_requests
         work = f"{requests} requests in flight" if requests else "a command in progress"
         try:
             return Heartbeat(await self.probe(token), work)
@@ -307,9 +307,9 @@ class Server:
 def choose(servers: Iterable[Server], floor: int = 0) -> Server | None:
     """The server for a request: the one with the fewest samples in flight, so that slower ones get fewer requests.
 
-    None if all that may generate and are known to hold version `floor`, or a newer one, have no room.
+    None if no server that may generate and is known to hold version `floor` or a newer one has room.
     """
-    room = (server for server in servers if server.able and server.requests < server.slots)
+    room = (server for server in servers if server.may_generate and server.requests < server.slots)
     known = (server for server in room if (server.version or 0) >= floor)
     return min(known, key=lambda server: (server.load, server.done), default=None)
 

@@ -1,8 +1,8 @@
-"""The set of a run's inference servers: which there are, and which are healthy.
+"""The set of a run's inference servers, and which of them are healthy.
 
 A server that fails is evicted immediately; one that has requests and makes no progress is detected by probes. A
 background task probes an evicted server, or one that has just joined, until it is healthy and in the state of the
-others (`UpdatedPool`); these continue meanwhile.
+others (`UpdatedPool`), which continue meanwhile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WATCH_FAILURES: Final = 3  # consecutive probes without progress after which a s
 class ServerPool(ABC):
     """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
-    Only one client of the servers, in the flow, has target weights and gives them to the servers. Without a target, a
-    server generates with what it holds, which may change at any time, and a probe never makes it generate.
+    Only one client of the servers, in the flow, has target weights and gives them to the servers. In other clients a
+    server generates with the weights that it holds, which may change at any time, and a probe never makes it generate.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ServerPool(ABC):
     async def sync(self, starts: Mapping[str, int], current: Container[str]) -> None:
         """Make these the pool's servers; their start numbers distinguish processes at the same address.
 
-        Requests in flight on a removed server are retried on others. A new server is let in when it is healthy and
+        Requests in flight on a removed server are retried on others. A new server is admitted when it is healthy and
         holds the target weights, as those in `current` do from their start.
         """
         await self._leave(starts)
@@ -116,9 +116,10 @@ class ServerPool(ABC):
 
     @property
     def serving(self) -> Serving:
-        """What other clients of the same servers have to know."""
+        """What other clients of the same servers need to know."""
         servers = (
-            SharedServer(url=one.url, start=one.start, version=one.version, able=one.able) for one in self.servers
+            SharedServer(url=one.url, start=one.start, version=one.version, may_generate=one.may_generate)
+            for one in self.servers
         )
         requests = self.settings.max_concurrent_requests
         return Serving(servers=tuple(servers), versions_unknown=self._versions_unknown, requests=requests)
@@ -130,7 +131,7 @@ class ServerPool(ABC):
         for one in serving.servers:
             if (server := known.get(one.url)) is None:
                 self.servers.append(server := self._server(one.url, one.start))
-            server.current, server.version = one.able, one.version
+            server.current, server.version = one.may_generate, one.version
         if serving.requests is not None:
             await self.bound_requests(serving.requests)
         if serving.versions_unknown:
@@ -138,7 +139,7 @@ class ServerPool(ABC):
         self._dispatch()
 
     async def _drop_all(self) -> None:
-        """Drop the requests in flight; they are retried."""
+        """Close the connections of requests in flight, which are retried."""
         for server in [server for server in self.servers if server.requests]:
             await server.drop()
 
@@ -165,7 +166,7 @@ class ServerPool(ABC):
                 check_versions_reported(server.url, answers)
 
     async def read(self, store: str) -> bool:
-        """Whether servers answer, and all of these load weights from that store by themselves."""
+        """Whether all servers that answer, at least one, load weights from that store by themselves."""
         found = await asyncio.gather(*(server.reads(store) for server in self.servers), return_exceptions=True)
         answers = [one for one in found if isinstance(one, bool)]
         return bool(answers) and all(answers)
@@ -189,9 +190,9 @@ class ServerPool(ABC):
         await self._until(lambda: all(s.healthy or s.failing_since is not None for s in self.servers))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition()` is true. ServerDown if it is not within the pool's patience.
+        """Wait until `condition()` is true. ServerDown after the pool's patience.
 
-        While a server is held, patience does not end: the server comes back.
+        Time while a server is held does not count: the server will be released.
         """
         began = self.clock()
         while not condition():
@@ -205,21 +206,21 @@ class ServerPool(ABC):
         return ServerDown(f"no inference server answers; the last error: {self._last_error}")
 
     def states(self) -> dict[str, str]:
-        """What each server waits for if it may not generate now, by address: see `Server.lacks`. For any thread."""
-        return {server.url: server.lacks for server in list(self.servers)}
+        """Why each server may not generate now, by address: `Server.waits_for`. May be called from any thread."""
+        return {server.url: server.waits_for for server in list(self.servers)}
 
     async def queues(self) -> dict[str, tuple[int, int | None]]:
-        """What each server generates, and what waits in it, by address; those that do not answer are left out."""
-        self._count_elsewhere()
+        """`Server.queue` of each server that answers, by address."""
+        self._count_other_requests()
         servers, reports = list(self.servers), self.settings.engine == "embedded"
         found = await asyncio.gather(*(server.queue(reports) for server in servers), return_exceptions=True)
         return {server.url: one for server, one in zip(servers, found, strict=True) if isinstance(one, tuple)}
 
-    def _count_elsewhere(self) -> None:
+    def _count_other_requests(self) -> None:
         """Note the requests of other clients in flight on each server, as last reported."""
         others = self.followers.under_way()
         for server in self.servers:
-            server.elsewhere = others.get(server.url, 0)
+            server.other_requests = others.get(server.url, 0)
 
     def lost(self) -> list[str]:
         """Addresses of servers that have failed for so long that they need a restart, without a command in progress."""
@@ -229,13 +230,13 @@ class ServerPool(ABC):
 
     async def heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
         """A heartbeat of each server that has work in progress (`everyone`: of every server), by its address."""
-        self._count_elsewhere()
-        busy = [s for s in self.servers if s.healthy and (s.asks or s.elsewhere or everyone)]  # others are evicted
+        self._count_other_requests()
+        busy = [s for s in self.servers if s.healthy and (s.asks or s.other_requests or everyone)]  # others are evicted
         heartbeats = await asyncio.gather(*map(self._heartbeat, busy))
         return dict(zip([server.url for server in busy], heartbeats, strict=True))
 
     async def _heartbeat(self, server: Server) -> Heartbeat:
-        return await server.heartbeat(token=self.target is not None and server.requests + server.elsewhere > 0)
+        return await server.heartbeat(token=self.target is not None and server.requests + server.other_requests > 0)
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Evict the servers that another component saw fail: `failed` gives the reasons by address."""
@@ -283,7 +284,7 @@ class ServerPool(ABC):
         await server.drop()
 
     async def _admit(self, server: Server) -> None:
-        """Try to prepare a server until that succeeds, and let it in."""
+        """Try to prepare a server until that succeeds, then admit it."""
         while not server.healthy:
             first, longest = PROBE_SECONDS
             await asyncio.sleep(min(first * (2 ** min(server.failures, 10) - 1), longest))

@@ -1,7 +1,7 @@
 """The inference servers of one run: restarted when they end, and kept at the current weights.
 
-A thread that waits for the servers also tends them (`call`): a server that has ended is restarted in the background
-and let in when it holds the current weights, while the others continue.
+A thread that waits for the servers also supervises them (`call`): it restarts a server that has ended in the
+background, and admits it when it holds the current weights, while the others continue.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BRIEF_SECONDS: Final = 2.0  # to cancel work in progress: Prefect's worker kills
 class Servers:
     """A client of the servers that the run starts, or of external ones; no servers if the run does not generate.
 
-    `trainer` makes the weights that the servers generate with; `ends` returns what ends the model's completions.
+    `trainer` makes the weights that the servers generate with; `ends` returns the end tokens and the detokenizer.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Servers:
         self._holder = Holder(self._loop.run, self.call, lambda pool, key: self.call(pool.hold(key), generates=pool))
         self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
         self._proof = Proof(self.call, is_proven(recipe))
-        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> starts they were tried for
+        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> server starts that a write failed for
 
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""
@@ -92,12 +92,12 @@ class Servers:
             self._loop.run(client.close())
 
     def closed(self) -> None:
-        """Free what the servers may have used; they have ended."""
+        """Stop the event loop and free the fetched weights, after the servers have ended."""
         self._loop.stop()
         self.weights.fetched.close()
 
     def adapt(self, recipe: Recipe, placement: Placement, join: Callable[[], None]) -> None:
-        """This recipe is in force from now on. `join` starts the servers that it adds, and others leave."""
+        """Change to this recipe. `join` starts the servers that it adds; those that it removes are stopped."""
         with self._lock:
             before, self.recipe, self.placement = self.names, recipe, placement
             join()
@@ -106,9 +106,9 @@ class Servers:
             self._retire([name for name in before if name not in self.names])
 
     def _retire(self, names: Sequence[str]) -> None:
-        """Stop servers once no client uses them. Their requests are made again elsewhere."""
+        """Stop servers once no client uses them. Their requests are retried on others."""
         if names and self._client is not None:
-            self._tend()
+            self._supervise()
             self.call(self._client.followers.acknowledged())
         for name in names:
             log.info("%s leaves the run", name)
@@ -128,7 +128,7 @@ class Servers:
 
     @property
     def access(self) -> Access:
-        """To the inference servers."""
+        """What clients of the inference servers need."""
         return Access(external_token()) if self.external else self.supervisor.access
 
     @property
@@ -138,7 +138,7 @@ class Servers:
 
     @property
     def store_only(self) -> bool:
-        """Whether there are servers, and they get new weights only through the store."""
+        """Whether there are servers, all of which get new weights only through the store."""
         return self.transport == "store" and self.count > 0
 
     def inference(self, waits: bool = True) -> InferenceClient:
@@ -153,7 +153,7 @@ class Servers:
             assert self._client is not None
             return self._client
         try:
-            client, ref = self._tended(), self._serving()
+            client, ref = self._supervised(), self._serving()
             if not client.wants(name_of(ref)) or client.stuck:
                 self._give(client, ref)
             if self.recipe.inference.release_memory:  # type: ignore[union-attr]
@@ -162,14 +162,14 @@ class Servers:
         finally:
             self._lock.release()
 
-    def _tended(self) -> InferenceClient:
+    def _supervised(self) -> InferenceClient:
         """A client of the servers, whatever weights they hold. Waits for the servers only at their first start."""
         if self._client is None:
             self._client = self._new_client()
-            self._tend()
+            self._supervise()
             self.call(self._client.wait_healthy())
         else:
-            self._tend()
+            self._supervise()
         return self._client
 
     def _new_client(self) -> InferenceClient:
@@ -185,7 +185,7 @@ class Servers:
                 raise
             return client
         ready(self.supervisor, self.watchdog, self.names, self.written)
-        for one in self.supervisor.look(self.names)[:1]:
+        for one in self.supervisor.poll(self.names)[:1]:
             if one.weights is not None:
                 self._loop.run(client.holding(*self.weights.target(one.weights)))
         return client
@@ -204,42 +204,42 @@ class Servers:
         return self._holder.held(pool, ref, WeightsSource(self.run.store, self.weights.reads_store), own)
 
     def call(self, work: Coroutine[Any, Any, T], *, generates: InferenceClient | None = None) -> T:
-        """Run a coroutine of an inference client in the clients' event loop, and tend the servers meanwhile.
+        """Run a coroutine of an inference client in the clients' event loop, and supervise the servers meanwhile.
 
         Raises:
-            ServiceFailed: no server is left, and `launcher.restarts` are used up.
-            ServerDown: a client `generates` in it, or is about to, and only the trainer has the weights that it wants;
-                no thread gives them: servers were restarted on others, or a transfer has failed.
+            ServiceFailed: no server runs, and `launcher.restarts` are used up.
+            ServerDown: `generates`, a client that waits for its current weights, would wait without end: only the
+                trainer has them, and no thread sends them. Servers were restarted on others, or a transfer has failed.
         """
         waits_for = "generation" if generates else "a command to the servers"
-        # the workers' first: with these they report their requests per server
+        # the workers' heartbeats come first: they report the workers' requests per server
         with self.watchdog.waiting(waits_for, lambda: self.workers.heartbeats() | self._heartbeats()):
-            return self._loop.run(work, meanwhile=lambda: self._tend_if_free(generates))
+            return self._loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine in that loop at the end of a run, without tending the servers. TimeoutError if it lasts."""
+        """Run a coroutine in that loop, without supervising the servers. TimeoutError after `BRIEF_SECONDS`."""
         self._loop.run(work, BRIEF_SECONDS)
 
-    def _tend_if_free(self, generates: InferenceClient | None) -> None:
+    def _supervise_if_free(self, generates: InferenceClient | None) -> None:
         if not self._lock.acquire(blocking=False):
-            return  # another thread uses the servers, and tends them
+            return  # another thread uses the servers, and supervises them
         try:
-            self._tend()
-            self.workers.tend()
+            self._supervise()
+            self.workers.supervise()
             if generates is not None and (self._ready or self.external) and generates.stuck:
                 raise ServerDown("the servers hold older weights and have to be given the current ones")
         finally:
             self._lock.release()
 
-    def _tend(self) -> None:
-        """Restart servers that have ended, and let in those that are ready; the others continue meanwhile."""
+    def _supervise(self) -> None:
+        """Restart servers that have ended, and admit those that are ready; the others continue meanwhile."""
         if (client := self._client) is None or self.external:
             return
         if lost := [url for one in self._clients() for url in one.lost()]:
             self.supervisor.end(lost)
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
-        running = self.supervisor.look(self.names, weights)
+        running = self.supervisor.poll(self.names, weights)
         self._holder.keep_to({(one.url, one.restart) for one in running})
         if running != self._ready:
             self._ready = running
@@ -249,8 +249,8 @@ class Servers:
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """The current weights, which the trainer first writes if only it has them.
 
-        Otherwise the newest in the store; the server gets the current weights later, with all others. A failed write is
-        retried when another start of a server has `ended`.
+        If that is not possible, the newest in the store; the server gets the current weights later, with all others. A
+        failed write is retried when another start of a server has `ended`.
         """
         ref, trainer = self._serving(), self.trainer.client
         tried_for = self._unwritable.get(name_of(ref), frozenset())
@@ -289,13 +289,13 @@ class Servers:
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; returns the seconds per server, none if nothing had to be done.
 
-        Weights that are not in the store come from `trainer`, which holds them. If the servers were `handed` them
-        before they were written, the client only notes where they are.
+        Weights that are not in the store come from `trainer`, which holds them. If the servers hold them already
+        (`handed`: sent before they were written), the client only notes where they are in the store.
         """
         with self._lock:
             self._set_current(ref)
             if self.count and not handed:
-                return self._give(self._tended(), ref, trainer)
+                return self._give(self._supervised(), ref, trainer)
             if self._client is not None:
                 self._loop.run(self._client.holding(*self.weights.target(ref)))
             return []
@@ -306,9 +306,9 @@ class Servers:
             self.written = ref
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
-        """Give the servers `ref`, from the store or from the trainer, which is restored if it is not given.
+        """Give the servers `ref`, from the store or from the trainer; without `trainer`, the resident one, restored.
 
-        After a failure servers may hold damaged or incomplete weights: none is used before it is given others.
+        After a failure servers may hold damaged or incomplete weights: none is used before it has loaded weights again.
         """
         if not ref.written:
             trainer = trainer or self.trainer.at(ref.version)
@@ -335,22 +335,22 @@ class Servers:
     def _send(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
         """Have the trainer send the weights that it holds, and every server confirm them; seconds per server.
 
-        A server that fails may hold a part of them: it is evicted, and ended so that it is restarted.
+        A server that fails may hold a part of them: it is evicted and restarted.
 
         Raises:
-            ServerDown: no server is left.
+            ServerDown: all servers failed.
         """
         started, version = time.monotonic(), ref.version
-        self.weights.fetched.outdate()
+        self.weights.fetched.release_older()
         with self._interrupted(client):
             urls = self.call(client.wait_healthy())
             with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):
-                gone = trainer.run(self._send_command(version, urls, client.held()), Sent).gone
-            self.call(client.evict(gone))
-            confirmed = self.call(client.adopt(version, name_of(ref), set(urls) - gone.keys()))
-        self.supervisor.end(gone, "did not take new weights", grace_seconds=0.0)
+                failures = trainer.run(self._send_command(version, urls, client.held()), Sent).gone
+            self.call(client.evict(failures))
+            confirmed = self.call(client.adopt(version, name_of(ref), set(urls) - failures.keys()))
+        self.supervisor.end(failures, "did not take new weights", grace_seconds=0.0)
         if not confirmed:
-            raise ServerDown(f"no inference server took version {version}: {'; '.join(gone.values())}")
+            raise ServerDown(f"no inference server took version {version}: {'; '.join(failures.values())}")
         return [time.monotonic() - started] * len(confirmed)
 
     def _send_command(self, version: int, urls: Sequence[str], held: Sequence[str]) -> Send:
@@ -380,7 +380,7 @@ class Servers:
                 self.call(client.resume())
 
     def make_room(self) -> None:
-        """Before the trainer allocates memory on a GPU that it shares with servers: wait until these have started.
+        """Wait until the servers on the trainer's GPUs have started: call this before the trainer allocates memory.
 
         A starting server measures the free memory, and would count what the trainer allocates as its own. With
         `inference.release_memory` the servers, also restarted ones, then lend the memory of their cache to the trainer.
@@ -390,7 +390,7 @@ class Servers:
         ready(self.supervisor, self.watchdog, sharing, self.written)
         if self.recipe.inference.release_memory:  # type: ignore[union-attr]
             with self._lock:
-                client = self._tended()
+                client = self._supervised()
                 self.call(client.wait_healthy())
                 self.call(client.lend_memory(True))
 

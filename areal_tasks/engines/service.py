@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: longer than clients do
-AWAY: Final = 75  # EX_TEMPFAIL: exit status of a service that cannot start because the store or cluster is away
+UNAVAILABLE: Final = 75  # EX_TEMPFAIL: exit code of a service that cannot start because store or cluster do not answer
 
 
 class ModelFolder(BaseModel):
@@ -73,7 +73,7 @@ class ServiceSpec(BaseModel):
 
 
 def spec_of(run: Run, recipe: Recipe, name: str, **more: Any) -> ServiceSpec:
-    """The specification of the first start of a service of `run`; `more`: further fields of it."""
+    """The specification of the first start of a service of `run`; `more`: further fields of `ServiceSpec`."""
     written = recipe.model_dump(mode="json")
     return ServiceSpec(
         name=name, restart=0, store_url=run.store.url, run=run.name, owner=run.owner, recipe=written, **more
@@ -87,12 +87,12 @@ def read_spec() -> ServiceSpec:
 
 @contextmanager
 def exit_with_reason() -> Iterator[None]:
-    """Ends the process with the reason on a UserError; with AWAY if the store is away: a later restart may succeed."""
+    """End the process with the reason on a UserError; with UNAVAILABLE if the store does not answer."""
     try:
         yield
     except Unavailable as error:
         print(error, file=sys.stderr, flush=True)
-        sys.exit(AWAY)
+        sys.exit(UNAVAILABLE)
     except UserError as error:
         sys.exit(f"error: {error}")
 
@@ -132,12 +132,13 @@ def endpoint(
     status_of: Callable[[Exception], int],
     text_of: Callable[[Exception], str] = str,
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Answers a request with what `handle` returns, as JSON; an error with its text, {"error": "..."}, and its status.
+    """Answers a request with the result of `handle` as JSON, or with {"error": "..."} and the error's status.
 
-    Status 500 is for errors that nothing is known of: they are logged.
+    Errors with status 500 are logged: they are unexpected.
     """
 
     async def answer(request: Request) -> Response:
+        """The response to one request."""
         try:
             found = await handle(request)
         except Exception as error:
@@ -170,7 +171,7 @@ def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.
 
 
 def serve(app: Starlette, spec: ServiceSpec) -> None:
-    """Serve `app` until a signal ends it. Removes the token from the environment, so that no child inherits it."""
+    """Serve `app` until a signal ends it. Removes the token from the environment: no child process inherits it."""
     server, listener = make_server(app, spec, os.environ.pop(TOKEN))
     with listener:
         server.run(sockets=[listener])

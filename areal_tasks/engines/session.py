@@ -18,7 +18,7 @@ from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.service import ModelFolder, ServiceSpec, spec_of
-from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, own_folder, trainer_names
+from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, startable_folder, trainer_names
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.choice import on_this_machine
@@ -37,7 +37,7 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 log = logging.getLogger(__name__)
 
 
-TEND_SECONDS: Final = 1.0  # between two looks at trainer and workers while the flow does something else
+SUPERVISE_SECONDS: Final = 1.0  # between two polls of trainer and workers while the flow does something else
 
 
 class Engines:
@@ -79,11 +79,11 @@ class Engines:
             self.servers.close()
 
     def run_has_changed(self, run: Run) -> None:
-        """The run has other recipes for coming iterations."""
+        """Use `run`, whose recipes of coming iterations have changed."""
         self.run = self.actor.run = self.servers.run = run
 
     def adapt(self, recipe: Recipe) -> None:
-        """This recipe is in force from now on: as before, or with changes of live fields."""
+        """Change to this recipe, which may differ from the one before in live fields only."""
         if recipe == self.recipe:
             return
         resizes, self.recipe = self.resizes(recipe), recipe
@@ -136,20 +136,20 @@ class Engines:
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
         self._start_early()
-        in_background(self._tend, "tend")
+        in_background(self._supervise, "supervise")
         if not isinstance(self.recipe, SftRecipe):
             in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
 
-    def _tend(self) -> None:
-        """Restart trainer and rollout workers that end, whatever the flow does. Their next use raises an error.
+    def _supervise(self) -> None:
+        """Restart trainer and rollout workers when they end, whatever the flow does. Errors recur at their next use.
 
-        A command to a trainer on several machines, of which one is lost, ends when its others do.
+        If one machine of a trainer is lost, this also ends its services on the others, and thereby their command.
         """
-        while not self._closed.wait(TEND_SECONDS):
+        while not self._closed.wait(SUPERVISE_SECONDS):
             with suppress(Exception):
-                self.supervisor.look([name for name in self.actor.names if name in self.supervisor.services])
+                self.supervisor.poll([name for name in self.actor.names if name in self.supervisor.services])
             with suppress(Exception):
-                self.servers.workers.tend()
+                self.servers.workers.supervise()
 
     def _log_placement(self, placement: Placement) -> None:
         if described := describe(placement):
@@ -157,9 +157,9 @@ class Engines:
         append_log(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **assigned(placement)})
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
-        """Start the servers that `begin` has not started, on `written`. Does not wait for them.
+        """Start the servers that `begin` has not started, on the weights `written`. Does not wait for them.
 
-        `current` are the weights to generate with, and `written` the newest in the store at or before them.
+        `current` are the weights to generate with; `written` are the newest in the store that are not newer than these.
         """
         self.initial, self.servers.serving, self.servers.written = initial, current, written
         self._start_servers(written)
@@ -170,11 +170,11 @@ class Engines:
             self._start_trainer(self.supervisor.start)
         for name in self.servers.workers.names:
             self.supervisor.start(*self._worker(name))
-        if (folder := own_folder(self.run, self.recipe)) is not None:
+        if (folder := startable_folder(self.run, self.recipe)) is not None:
             self._start_servers(folder)
 
     def _start_trainer(self, start: Callable[..., None]) -> None:
-        """Start the trainer by this method of the supervisor."""
+        """Start the trainer's services; `start` is the supervisor's method `start` or `join`."""
         assert not isinstance(self.recipe, EvaluateRecipe)
         sending = sending_ranks(self.servers.transport, self.servers.placement)
         placed: dict[str, Any] = {"gpus": self.servers.placement.trainer, "sending": sending}
@@ -193,7 +193,7 @@ class Engines:
                 self.supervisor.start(*self._server(i, name, weights=ref, folder=folder))
 
     def _server(self, i: int, name: str, **starts_on: Any) -> tuple[str, ServiceSpec, int, Resources]:
-        """What the supervisor starts as the i-th server."""
+        """The arguments with which the supervisor starts the i-th server."""
         recipe, placement = self.recipe, self.servers.placement
         assert not isinstance(recipe, SftRecipe)
         gpus = placement.servers[i : i + 1]
@@ -209,7 +209,7 @@ class Engines:
                 self.supervisor.join(*self._server(i, name, weights=self.servers.written))
 
     def _worker(self, name: str) -> tuple[str, ServiceSpec, int, Resources]:
-        """What the supervisor starts as a rollout worker."""
+        """The arguments with which the supervisor starts a rollout worker."""
         return WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe)
 
     def _join_worker(self, name: str) -> None:
@@ -230,13 +230,13 @@ class Engines:
         return self._verifiers
 
     def judging(self, samples: int) -> AbstractContextManager[None]:
-        """While inside, the watchdog sees the run wait for the verifiers' verdicts on so many samples."""
+        """While inside, the watchdog watches the verifiers, which judge so many samples."""
         pool = self.verifiers
 
-        def look() -> dict[str, Heartbeat]:
+        def poll() -> dict[str, Heartbeat]:
             return {"the verifiers": Heartbeat(pool.judged, f"{pool.judged} of {samples} judged")}
 
-        return self.watchdog.waiting("verdicts", look, limit="reward.wall_seconds for each")
+        return self.watchdog.waiting("verdicts", poll, limit="reward.wall_seconds for each")
 
     @cached_property
     def _model_folder(self) -> Path:
@@ -250,7 +250,7 @@ class Engines:
 
     @cached_property
     def ends(self) -> Ends:
-        """What ends completions, according to the configuration and the tokenizer of the initial weights."""
+        """The end tokens and the detokenizer, by the configuration and the tokenizer of the initial weights."""
         folder = self._model_folder
         exists = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if exists else None

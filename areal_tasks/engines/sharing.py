@@ -19,7 +19,7 @@ class SharedServer(BaseModel):
     url: str
     start: int
     version: int | None
-    able: bool
+    may_generate: bool
 
 
 class Serving(BaseModel):
@@ -39,13 +39,13 @@ class Followers:
     """The other clients, as the managing client sees them. Here: no other client generates on the servers."""
 
     def changed(self) -> None:
-        """Notify them, without waiting, that `ServerPool.serving` may have changed."""
+        """Notify the other clients, without waiting, that `ServerPool.serving` may have changed."""
 
     async def acknowledged(self) -> None:
-        """Return when they have acknowledged the current `serving`."""
+        """Return when the other clients have acknowledged the current `serving`."""
 
     async def busy(self) -> Mapping[str, int]:
-        """Their requests in flight, by the server's address."""
+        """The other clients' requests in flight, by the server's address."""
         return {}
 
     def under_way(self) -> Mapping[str, int]:

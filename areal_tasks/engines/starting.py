@@ -1,4 +1,4 @@
-"""Which services of a run start where and how early (the trainer needs no weights to start, servers do)."""
+"""The services of a run and how early each can start: servers need weights for this, the trainer does not."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WORKER: Final = "areal_tasks.rollout.worker"
 
 
 def trainer_names(recipe: Recipe) -> list[str]:
-    """The services of which the trainer consists: one on each of its machines."""
+    """The names of the trainer's services: one on each of its machines."""
     nodes = 1 if isinstance(recipe, EvaluateRecipe) else recipe.trainer.nodes
     return [TRAINER, *(f"{TRAINER}-{node}" for node in range(1, nodes))]
 
 
-def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
+def startable_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
     """The model's local folder, if SGLang can start on it while the first start of a run copies it into the store.
 
-    Later starts and child runs begin with weights in a store, and the folder may have changed since. The embedded
+    Later starts and derived runs begin with weights in a store, and the folder may have changed since. The embedded
     engine reads only the store.
     """
     if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang" or recipe.launcher.network:
@@ -43,8 +43,8 @@ def own_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
 def may_load_early(recipe: Recipe) -> bool:
     """Whether the recipe's trainer can load its model while inference servers start.
 
-    Not if the servers would have to lend it the memory that their first rollout needs, nor in threads of one process,
-    which share torch's default dtype.
+    It cannot if the servers would have to lend it the memory that their first rollout needs, or if both are threads of
+    one process, which share torch's default dtype.
     """
     if isinstance(recipe, EvaluateRecipe) or recipe.launcher.type == "inline":
         return False

@@ -1,7 +1,7 @@
-"""Certificates of one start of a run, by which services on other machines prove who they are.
+"""Certificates of one start of a run, by which services on other machines authenticate themselves.
 
-The flow makes an `Identity` as authority that lives as long as its process. Each machine makes an identity of its own,
-and the flow signs its key: no private key ever travels. Clients trust that authority and no other.
+The flow makes an `Identity` that is the certificate authority as long as its process runs. Each machine makes its own
+identity, and the flow signs its key: no private key leaves its machine. Clients trust that authority and no other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Trust = ssl.SSLContext | bool  # whom a client trusts; True: the authorities tha
 
 
 class Identity:
-    """A new private key, and a certificate for it that it has signed itself; with an `address`, of a server there."""
+    """A new private key and its self-signed certificate; with an `address`, that of a server there."""
 
     def __init__(self, name: str, address: str = "", authority: bool = False) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -39,7 +39,7 @@ class Identity:
         self.certificate = own.public_bytes(Encoding.PEM).decode()
 
     def sign(self, certificate: str, address: str = "") -> str:
-        """A certificate by this authority for the key of another `certificate`, of a server at `address`."""
+        """A certificate that this authority signs for the key of another `certificate`, of a server at `address`."""
         other = x509.load_pem_x509_certificate(certificate.encode())
         key = other.public_key()
         assert isinstance(key, ec.EllipticCurvePublicKey)
@@ -78,7 +78,7 @@ class Identity:
 
 @cache
 def trusting(certificate: str) -> Trust:
-    """Trust in this certificate (PEM), and in what it has signed, and in no other. Empty: in this machine's own."""
+    """Trust in this certificate (PEM) and those that it has signed, and in no others. Empty: this machine's default."""
     return _only(certificate) if certificate else True
 
 
@@ -89,8 +89,8 @@ def _only(certificate: str) -> ssl.SSLContext:
     return context
 
 
-def introducing(server: str, identity: Identity, certificate: str) -> ssl.SSLContext:
-    """Trust in the certificate `server` alone, to which `identity` shows its `certificate`."""
+def mutual_tls(server: str, identity: Identity, certificate: str) -> ssl.SSLContext:
+    """A client's context: it trusts the certificate `server` alone, and shows the `certificate` of `identity`."""
     context = _only(server)
     with TemporaryDirectory(prefix="arealflow-tls-") as folder:
         identity.write(Path(folder), certificate)

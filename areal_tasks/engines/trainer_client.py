@@ -14,14 +14,14 @@ from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 Answer = TypeVar("Answer", bound=Message)
-LOOK_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
+HEALTH_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
 
 
 class TrainerDown(Exception):
-    """The command may be retried; the trainer never steps twice.
+    """The command failed and may be retried; the trainer never steps twice.
 
     The trainer did not answer, since it ended or hangs; or it holds another version than the command names (409); or it
-    failed itself (another 5xx), for example with a CUDA or NCCL error, and its process must be replaced.
+    failed internally (another 5xx), for example with a CUDA or NCCL error, and its process must be replaced.
     """
 
 
@@ -32,14 +32,14 @@ class TrainerClient:
     with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was restarted.
 
     A command has no time limit while it makes progress: the `watchdog` warns of a trainer without progress and finally
-    ends it. `distrust` is called with the reason when the trainer's process must be replaced.
+    ends it. `on_broken` is called with the reason if the trainer's process must be replaced.
     """
 
-    def __init__(self, url: str, access: Access, watchdog: Watchdog, distrust: Callable[[str], object]) -> None:
+    def __init__(self, url: str, access: Access, watchdog: Watchdog, on_broken: Callable[[str], object]) -> None:
         timeout = httpx.Timeout(None, connect=10.0)
         self.http = httpx.Client(base_url=url, headers=access.headers, transport=access.transport(), timeout=timeout)
         self.watchdog = watchdog
-        self.distrust = distrust
+        self.on_broken = on_broken
 
     def run(self, command: Command | None, answer: type[Answer]) -> Answer:
         """The answer to a command (None: /health), during which the watchdog watches the trainer."""
@@ -52,23 +52,23 @@ class TrainerClient:
 
     def work(self) -> tuple[int, int]:
         """(samples done, samples in all) of the current command; (0, 0) if unknown. Raises nothing."""
-        health, _ = self._look()
+        health, _ = self._poll()
         return (health.done, health.of) if health is not None and health.busy else (0, 0)
 
     def is_free(self, version: int) -> bool:
         """Whether the trainer holds that version and is idle. Raises nothing."""
-        health, _ = self._look()
+        health, _ = self._poll()
         return health is not None and health.version == version and not health.busy
 
     def heartbeat(self) -> Heartbeat:
         """The trainer's progress, for a watchdog."""
-        health, error = self._look()
+        health, error = self._poll()
         return Heartbeat(None, error) if health is None else Heartbeat(health.progress, health.describe())
 
-    def _look(self) -> tuple[Health | None, str]:
-        """The trainer's health, or why it is unknown after `LOOK_SECONDS`; the caller of a command gets the error."""
+    def _poll(self) -> tuple[Health | None, str]:
+        """The trainer's health, or None and why it is unknown after `HEALTH_SECONDS`."""
         try:
-            return self._exchange(Health, timeout=LOOK_SECONDS), ""
+            return self._exchange(Health, timeout=HEALTH_SECONDS), ""
         except (TrainerDown, UserError) as error:
             return None, str(error)
 
@@ -97,7 +97,7 @@ class TrainerClient:
             return Unavailable(reason)
         if answer.is_server_error:
             failure = f"the trainer failed at {path}: {reason}"
-            self.distrust(failure)
+            self.on_broken(failure)
             return TrainerDown(failure)
         if answer.status_code == 409:
             return TrainerDown(f"{path} does not fit the trainer's state: {reason}")

@@ -1,9 +1,9 @@
 """A resident trainer: waits for its process and brings it to the version that is asked for.
 
-What the trainer holds in memory is never assumed: each use names the version that it expects. A trainer that does not
-hold it, such as a new process, is restored from the last checkpoint by retraining the committed iterations after it
-from their tables. No generation is repeated. The metrics of each retrained iteration are compared with the committed
-ones, and the resulting weights with the published ones: nothing differs where training is bitwise reproducible.
+Each use names the version that the trainer must hold. A trainer that does not hold it, such as a new process, is
+restored from the last checkpoint by retraining the committed iterations after it from their tables. No generation is
+repeated. The metrics of each retrained iteration are compared with the committed ones, and the resulting weights with
+the published ones: they are identical if training is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class ResidentTrainer:
-    """The trainer that runs as the services `names`, one on each of its machines, for one thread at a time.
+    """The trainer that runs as the services `names`, one on each of its machines. One thread uses it at a time.
 
-    The first of them listens.
+    The first service listens.
 
     `initial` returns the weights of version 0. `make_room` is called before the trainer allocates memory.
     """
@@ -79,7 +79,7 @@ class ResidentTrainer:
             return self._holding(client, version, version)
 
     def to_step(self, version: int) -> TrainerClient:
-        """As `at`, or one version further: the answer to its step may be lost, which the trainer then repeats."""
+        """As `at`, or one version further: if the answer to its step was lost, the trainer repeats that answer."""
         with self._locked() as client:
             return self._holding(client, version, version, version + 1)
 
@@ -109,7 +109,7 @@ class ResidentTrainer:
             with self._locked() as client:
                 self._after(client, train).run(Keep(owner=self.run.owner, version=version), Done)
         except TrainerDown as error:
-            log.warning("version %d has to be made again for its publication: %s", version, error)
+            log.warning("version %d has to be retrained for its publication: %s", version, error)
 
     def restored(self, version: int) -> Retrained | None:
         """Bring the trainer to `version`. Returns how retrained iterations compare; None if none was retrained."""
@@ -124,7 +124,7 @@ class ResidentTrainer:
             found, self._retrained = self._retrained, []
         return worst(found) if found else None
 
-    def drop(self) -> None:
+    def discard_policy(self) -> None:
         """Discard the policy in memory, because another writer's train stage was committed instead of this one's."""
         with self._locked() as client:
             restore(self.run, client, self._initial(), 0)
@@ -140,8 +140,8 @@ class ResidentTrainer:
         url, *_ = ready(self.supervisor, self.watchdog, self.names)
         if self.client is None or self._address != url:
             self.close()
-            distrust = partial(self.supervisor.end, [url])
-            self.client = TrainerClient(url, self.supervisor.access, self.watchdog, distrust)
+            on_broken = partial(self.supervisor.end, [url])
+            self.client = TrainerClient(url, self.supervisor.access, self.watchdog, on_broken)
             self._address = url
         return self.client
 

@@ -1,4 +1,4 @@
-"""Names what a silent run waits for, since when, and ends a service that makes no progress for too long.
+"""Logs what a silent run waits for, and since when; ends a service that makes no progress for too long.
 
 A wait is registered with a function that polls the services concerned. A poll returns a heartbeat per service: a value
 that changes whenever the service makes progress, however long its work takes. A service whose heartbeat does not change
@@ -43,7 +43,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Waited:
-    """A wait of the run: which service is at work, on what, for how long, what ends the wait, the last description."""
+    """A wait of the run: for which service, for what, for how long, what limits it, and the heartbeat's description."""
 
     at: str
     what: str
@@ -74,7 +74,7 @@ class _Wait:
     """A registered wait. `limit`: what ends it; empty: the watchdog ends a service that hangs."""
 
     what: str
-    look: Poll
+    poll: Poll
     limit: str
     since: float
     silences: dict[str, _Silence] = field(default_factory=dict)
@@ -109,13 +109,13 @@ class Watchdog:
         self._closed.set()
 
     @contextmanager
-    def waiting(self, what: str, look: Poll = dict, *, limit: str = "") -> Iterator[None]:
-        """While inside, the run waits for `what`, on which the services that `look` reports are working.
+    def waiting(self, what: str, poll: Poll = dict, *, limit: str = "") -> Iterator[None]:
+        """While inside, the run waits for `what`, on which the services that `poll` reports are working.
 
-        `look` is called in the watchdog's thread, and omits idle services. A service that hangs is ended, unless
+        `poll` is called in the watchdog's thread, and omits idle services. A service that hangs is ended, unless
         something else ends the wait: `limit` names it, here or in the heartbeat.
         """
-        wait = _Wait(what, look, limit, self.clock())
+        wait = _Wait(what, poll, limit, self.clock())
         self._waits[id(wait)] = wait
         try:
             yield
@@ -147,9 +147,9 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(self.pause):
-            self.look()
+            self.poll_all()
 
-    def look(self) -> None:
+    def poll_all(self) -> None:
         """Poll everything that the run waits for, and act on the results."""
         now = self.clock()
         self._check_store()
@@ -159,7 +159,7 @@ class Watchdog:
 
     def _poll(self, wait: _Wait) -> None:
         try:
-            heartbeats = wait.look()
+            heartbeats = wait.poll()
         except Exception:  # a failed poll must not end the watchdog's thread
             if not self._closed.is_set():
                 log.exception("could not poll the services that work on %s", wait.what)

@@ -23,7 +23,7 @@ class WeightsSource:
         self.fetched = Fetched()
 
     def target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
-        """Version and name of these weights, and where servers load them from; None if they cannot by themselves."""
+        """Version, name and URL or folder of these weights; None if servers cannot load them by themselves."""
         if not ref.written or self.reads_store:
             return ref.version, name_of(ref), self.store.uri(ref.path) if ref.written else None
         folder = self.store.local(common_folder(read_weights(self.store, ref).files))
@@ -31,7 +31,7 @@ class WeightsSource:
 
     @contextmanager
     def opened(self, ref: WeightsRef) -> Iterator[str]:
-        """Where the servers can load committed weights; in a folder that they are fetched into, if need be."""
+        """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary."""
         if self.reads_store:
             yield self.store.uri(ref.path)
             return

@@ -1,4 +1,4 @@
-"""The rollout workers of one run: restarted when they end, and made known to the component that leases them groups."""
+"""The rollout workers of one run: restarted when they end, and reported to the manager that leases them groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Backlog:
 class Workers:
     """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them.
 
-    A worker that is too many leaves: it is stopped when it holds no group any more.
+    If a changed recipe asks for fewer, the others leave: each is stopped when it no longer holds groups.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Workers:
         self._watchdog = watchdog
         self._loop = loop
         self._manager: Rollouts | None = None
-        self._lock = threading.RLock()  # one thread tends at a time
+        self._lock = threading.RLock()  # one thread supervises at a time
         self._ready: list[Ready] | None = None  # as the manager knows them
 
     @property
@@ -61,14 +61,14 @@ class Workers:
         return [f"rollout-{i}" for i in range(count)]
 
     def adapt(self, recipe: Recipe, join: Callable[[str], None]) -> None:
-        """This recipe is in force from now on. `join` starts a worker that it adds, and others leave."""
+        """Change to this recipe. `join` starts a worker that it adds; those that it removes leave."""
         with self._lock:
             before, self.recipe, self._join = self.names, recipe, join
             self._leaving += [name for name in before if name not in self.names]
             self._join_and_leave()
 
     def _join_and_leave(self) -> None:
-        """Stop those that leave and hold no group any more, and start those that are missing."""
+        """Stop leaving workers that no longer hold groups, and start those that are missing."""
         running = {name: start for name in self._leaving if (start := self._running(name)) is not None}
         manager = self._manager
         empty = self._loop.run(manager.leave(running.values())) if manager and running else running.values()
@@ -85,21 +85,21 @@ class Workers:
         return None if found is None else (found.url, found.restart)
 
     def serve(self, manager: Rollouts | None) -> None:
-        """Have this manager alone lease groups to the workers, once they have started; None: nothing uses them.
+        """Have this manager alone lease groups to the workers, once they have started; None: no manager.
 
-        Once it returns, the manager before is given no worker and none is restarted for it: it can be closed.
+        Afterwards no worker is reported to the previous manager, or restarted for it: it can be closed.
         """
-        with self._lock:  # a look that goes on would give the manager before its workers again
+        with self._lock:  # waits for a `supervise` in progress, which may still report to the previous manager
             self._manager, self._ready = manager, None
         if manager is not None:
             ready(self._supervisor, self._watchdog, self.names)
-            self.tend()
+            self.supervise()
 
-    def tend(self) -> None:
-        """Restart workers that have ended, and tell the manager which ones are ready.
+    def supervise(self) -> None:
+        """Restart workers that have ended, and report to the manager which ones are ready.
 
         Raises:
-            ServiceFailed: none is left, and `launcher.restarts` are used up.
+            ServiceFailed: no worker runs, and `launcher.restarts` are used up.
         """
         with self._lock:
             if (manager := self._manager) is None:
@@ -107,11 +107,11 @@ class Workers:
             if self._leaving:
                 self._join_and_leave()
             staying = [name for name in self.names if name not in self._leaving]
-            found = self._supervisor.look(staying, explained=lambda: self._loop.run(manager.explained_ends()))
+            found = self._supervisor.poll(staying, explained=lambda: self._loop.run(manager.explained_ends()))
             found += [one for name in self._leaving if (one := self._supervisor.running(name)) is not None]
             if found != self._ready:
                 self._ready = found
-                self._loop.run(manager.have({(one.url, one.restart) for one in found}))
+                self._loop.run(manager.use_workers({(one.url, one.restart) for one in found}))
 
     def backlog(self) -> Backlog | None:
         """The groups that are under way now; None while no component uses the workers. For any thread."""

@@ -1,7 +1,7 @@
 """What a cluster system does for a run: it runs tasks on machines that have the resources.
 
-`remote` puts a node agent into each task. All else, such as the token, the service's end and its log, goes between the
-flow and the agent, so a cluster system sees no secret and needs no network of ours.
+`remote` puts a node agent into each task. The flow and the agent exchange everything else, such as the token, the log
+and the end of the service, so that a cluster system sees no secret.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_tasks.store.backend import Unavailable
 
 @dataclass(frozen=True)
 class Resources:
-    """What a task needs of one machine. `memory_mb` 0: not stated."""
+    """What a task needs on one machine. `memory_mb` 0: unspecified."""
 
     cpus: int = 1
     gpus: int = 0
@@ -28,19 +28,19 @@ class Resources:
 
 
 ANY: Final = Resources()
-#: Exit code of what was on a machine that is lost.
+#: Exit code of a task whose machine was lost.
 LOST: Final = os.EX_UNAVAILABLE
-#: Exit code of a task that the cluster has ended for reasons of its own, such as one of a higher priority.
-TAKEN_BACK: Final = 79
+#: Exit code of a task that the cluster has preempted, for example for one of a higher priority.
+PREEMPTED: Final = 79
 
 
-class ClusterAway(Unavailable):
-    """The cluster system does not answer: it may recover by itself. The message names the cause and the remedy."""
+class ClusterUnreachable(Unavailable):
+    """The cluster system does not answer, and may recover by itself. The message names the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of a cluster: what it has, and what of that is free. `state`: why it can take no task now, if so."""
+    """A machine of a cluster: its total and free resources. `state`: why it accepts no task now; empty if it does."""
 
     name: str
     total: Resources
@@ -53,7 +53,7 @@ class Task:
     """A command to run on a machine of the cluster.
 
     `name` is unique among all runs. `environment` holds no secret: cluster systems show it, and send it unencrypted.
-    `output` is a file of this machine for what the command prints, where the cluster system can deliver that.
+    `output` is a file of this machine for the command's output, if the cluster system can deliver it.
     """
 
     name: str
@@ -67,15 +67,15 @@ class Submitted(Protocol):
     """A task that the cluster has accepted. No method waits for the network."""
 
     def waiting(self) -> str:
-        """Why it does not run, in the cluster system's words; empty once it runs, until the cluster takes it back."""
+        """Why it does not run, in the cluster system's words; empty while it runs."""
         ...
 
     def exit_code(self) -> int | None:
-        """None while it waits or runs."""
+        """Its exit code; None while it waits or runs."""
         ...
 
     def cancel(self) -> None:
-        """End it; returns when it has ended, or is certain to."""
+        """End it; returns when it has ended, or when its end is certain."""
         ...
 
 
@@ -86,7 +86,7 @@ class Cluster(Protocol):
         """Have the cluster run a task. Several threads may call this at once.
 
         Raises:
-            ClusterAway: the cluster does not answer now.
+            ClusterUnreachable: the cluster does not answer now.
             UserError: no machine of the cluster can ever run it, or the cluster refuses it; with the reason.
         """
         ...

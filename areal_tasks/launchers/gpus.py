@@ -1,4 +1,4 @@
-"""Which GPUs the trainer and each inference server use: pure functions of the visible GPUs and the recipe.
+"""The GPUs of the trainer and of each inference server: pure functions of the visible GPUs and the recipe.
 
 A GPU has the name that `CUDA_VISIBLE_DEVICES` gives it; a recipe names GPUs by their index among the visible ones, as
 CUDA does. On a machine without GPUs nothing is assigned.
@@ -61,9 +61,9 @@ def memory_used(gpus: Sequence[str]) -> int:
 
 
 def gpu_usage(gpus: Sequence[str]) -> tuple[float | None, int] | None:
-    """Of these GPUs: the mean share of the last moments in which they computed, and the bytes that all processes use.
+    """The mean utilisation (0 to 1) of these GPUs, and the bytes that all processes use on them.
 
-    A part of a GPU (MIG) does not report the first. None without GPUs, or if `nvidia-smi` is missing or fails.
+    A part of a GPU (MIG) reports no utilisation. None without GPUs, or if `nvidia-smi` is missing or fails.
     """
     if not gpus:
         return None
@@ -132,8 +132,8 @@ def check_joins(before: Placement, after: Placement) -> None:
     staying = after.servers[: len(before.servers)]
     if (after.trainer, staying) != (before.trainer, before.servers[: len(staying)]) or used & set(chain(*joining)):
         raise UserError(
-            "no GPU of this machine is free for more servers or ranks, and services keep theirs while a run goes on "
-            f"({describe(before)}); give it to the next start of the run"
+            "no GPU of this machine is free for more servers or ranks, and services keep theirs during a run "
+            f"({describe(before)}); make this change at the next start of the run"
         )
 
 

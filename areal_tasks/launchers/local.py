@@ -53,6 +53,7 @@ class InlineLauncher:
     authority = ""
 
     def start(self, job: Job) -> InlineHandle:
+        """Start the service in a thread of this process."""
         app = importlib.import_module(f"{job.module}.process").make_app(job.spec)
         server, listener = make_server(app, job.spec, job.token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=job.spec.name, daemon=True)
@@ -81,6 +82,7 @@ class LocalHandle:
         return measure(self.process.pid, self.gpus) if self.exit_code() is None else None
 
     def stop(self, grace_seconds: float = 5.0) -> None:
+        """SIGTERM, then SIGKILL after `grace_seconds`, to the process group; removes the scratch folder."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_seconds)
@@ -102,6 +104,7 @@ class LocalLauncher:
         self.read_end, self.write_end = os.pipe()  # neither is inherited unless passed on
 
     def start(self, job: Job) -> LocalHandle:
+        """Start the service's process. Raises OSError."""
         scratch = Path(tempfile.mkdtemp(prefix=f"arealflow-{job.spec.name}-"))
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log:

@@ -1,8 +1,8 @@
 """The node agent: the process that a cluster system starts on a machine, for one start of one service.
 
-It makes a key, records in the store where it listens, and waits for the flow, which proves itself by a certificate of
-its authority. From the flow it gets the token, a certificate, and from then on a lease: when that is not renewed, the
-service ends, a rollout worker after it has written what is finished. The service has a lifeline to the agent, so that
+It makes a key, records its address in the store, and waits for the flow, which authenticates itself by a certificate of
+its authority. The flow sends the token and a certificate, and from then on renews a lease: if it does not, the agent
+ends the service (a rollout worker first writes its finished groups). The service has a lifeline to the agent, so that
 it ends with it.
 """
 
@@ -36,7 +36,7 @@ from starlette.routing import Route
 from areal_tasks.engines.ports import listen, url_host
 from areal_tasks.engines.service import ServiceSpec, exit_at_sigterm, exit_with_reason
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
-from areal_tasks.launchers.cluster import TAKEN_BACK
+from areal_tasks.launchers.cluster import PREEMPTED
 from areal_tasks.launchers.gpus import visible_gpus
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.1
 LOG_BYTES: Final = 1 << 18  # of a service's log in one answer
-FLUSH_SECONDS: Final = 70.0  # for a rollout worker to write what is finished: longer than it allows itself
+FLUSH_SECONDS: Final = 70.0  # for a rollout worker to write its finished groups; its own limit is shorter
 JOB: Final = "AREAL_NODE_JOB"
-#: Packages whose versions change what a service computes, or whether its messages are understood.
+#: Packages whose versions affect the results of a service or the format of its messages.
 PACKAGES: Final = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "pydantic", "sglang", "deepspeed")
 
 
@@ -62,12 +62,12 @@ class Message(BaseModel):
 
 
 class NodeJob(Message):
-    """What an agent gets at its start, through the cluster system. Contains no secret."""
+    """What the cluster system passes to an agent at its start. Contains no secret."""
 
     module: str
     spec: ServiceSpec
     threads: int
-    authority: str = Field(description="the flow's certificate: only who shows one that it has signed is answered")
+    authority: str = Field(description="the flow's certificate: the agent answers only holders of one that it signed")
     network: str = Field(description="see `launcher.network`")
     lease_seconds: float
 
@@ -80,10 +80,10 @@ class Start(Message):
 
 
 class Poll(Message):
-    """/poll, which renews the lease: answered at the service's end, else after `seconds`."""
+    """/poll: renew the lease. Answered when the service ends or logs something, else after `seconds`."""
 
     seconds: float
-    log_from: int = Field(description="the position in the service's log from which it is wanted")
+    log_from: int = Field(description="the position in the service's log from which it is returned")
 
 
 class State(Message):
@@ -92,7 +92,7 @@ class State(Message):
     exit_code: int | None
     log: str
     log_from: int
-    usage: Usage | None = Field(description="what the service takes of this machine, while it runs")
+    usage: Usage | None = Field(description="the service's use of CPU, memory and GPUs, while it runs")
 
 
 class Stop(Message):
@@ -103,12 +103,12 @@ class Stop(Message):
 
 @cache
 def software() -> dict[str, str]:
-    """What must be the same on all machines of a run: the code's digest, and versions of Python and packages."""
+    """The software that all machines of a run must share: digest of the code, versions of Python and packages."""
     return {"arealflow": _code_digest(), "python": python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
-    """How a machine's software differs from this one's, in words; empty if it does not."""
+    """The differences of another machine's software from this one's, as text; empty if there are none."""
     names = [name for name in mine if mine[name] != theirs.get(name)]
     return ", ".join(f"{name} {theirs.get(name) or 'none'} instead of {mine[name] or 'none'}" for name in names)
 
@@ -121,7 +121,7 @@ def _version(package: str) -> str:
 
 
 def _code_digest() -> str:
-    """A digest of this program's files, for a checkout may be changed without a change of version."""
+    """A digest of this program's files: a checkout may be changed without a change of version."""
     root = Path(__file__).resolve().parents[2]
     files = sorted(path for room in ("areal_tasks", "schemas") for path in (root / room).rglob("*.py"))
     digest = hashlib.sha256()
@@ -139,7 +139,7 @@ class Agent:
     def __init__(self, job: NodeJob, identity: Identity, address: str, folder: Path) -> None:
         self.job = job
         self.address = address
-        self.stopped = False  # the flow knows that the service has ended, or has had it ended
+        self.stopped = False  # the flow has stopped the service, or knows that it has ended
         self.released = False  # this process has been asked to end, or its lease is over
         self.identity = identity
         self.folder = folder
@@ -169,7 +169,7 @@ class Agent:
                 self._handle.gpus = _given_gpus()
 
     async def poll(self, order: Poll) -> State:
-        """Renew the lease; wait for the service's end. The flow has the log before the position that it asks from."""
+        """Renew the lease; wait for the service's end or log. The flow has the log up to the position that it names."""
         if not self.lost:  # the request may have waited while this process, or its machine, was stopped
             self._renewed = time.monotonic()
         rotate(self._log, order.log_from)
@@ -180,12 +180,12 @@ class Agent:
         return state
 
     def _state(self, log_from: int) -> State:
-        """The part of the log from this position on, as far as its characters are whole; the exit code after the last.
+        """The part of the log from this position on, up to its last whole character; with the last part the exit code.
 
-        What is cut off or no UTF-8 is only shown as such once nothing more follows. That a service has ended because
-        this process was asked to is not reported: why, and whether that is a failure, the cluster system knows.
+        Incomplete or invalid UTF-8 is replaced only once nothing follows. If the service has ended because this process
+        was asked to end, no exit code is reported: the cluster system knows why, and whether that is a failure.
         """
-        found = self._exit_code()  # before the log is read, which is complete then
+        found = self._exit_code()  # read before the log, which is complete after the end
         code = None if self.released else found
         with self._log.open("rb") as file:
             file.seek(log_from)
@@ -203,14 +203,14 @@ class Agent:
         self._usage = await asyncio.to_thread(handle.usage)
 
     def stop(self, order: Stop) -> None:
-        """End the service. The agent ends then."""
+        """End the service, and then the agent."""
         with self._lock:
             if self._handle is not None:
                 self._handle.stop(order.grace_seconds)
         self.stopped = True
 
     def release(self) -> None:
-        """End the service as when the flow has ended: through its lifeline."""
+        """End the service through its lifeline, as if the flow had ended."""
         self.released = True
         self._launcher.close()
         if self._handle is not None:
@@ -223,6 +223,8 @@ class Agent:
         return self._handle.exit_code() if self._handle is not None else None
 
     def app(self) -> Starlette:
+        """The HTTP API: /start, /poll and /stop."""
+
         async def start(request: Request) -> Response:
             return await _in_thread(self.start, Start.model_validate_json(await request.body()))
 
@@ -250,10 +252,10 @@ def _answer(message: BaseModel) -> Response:
 
 
 def address_in(network: str) -> str:
-    """This machine's address in a network (`10.0.0.0/24`), or the address itself if that is this machine's.
+    """This machine's address in a network (`10.0.0.0/24`); `network` may also be the address itself.
 
     Raises:
-        UserError: it has none.
+        UserError: this machine has no such address.
     """
     wanted = ip_network(network, strict=False)
     family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
@@ -270,7 +272,7 @@ def address_in(network: str) -> str:
 
 
 def serve(agent: Agent, certificate: str, listener: socket.socket) -> uvicorn.Server:
-    """The agent's server, in a thread. It answers only those who show a certificate of the flow's authority."""
+    """The agent's server, in a thread. It answers only clients with a certificate of the flow's authority."""
     agent.identity.write(folder := agent.folder / "agent", certificate, agent.job.authority)
     config = uvicorn.Config(
         agent.app(),
@@ -295,7 +297,7 @@ def run(job: NodeJob) -> int:
 
 
 def _run_in(folder: Path, job: NodeJob) -> int:
-    """As `run`; `folder`, which only this user can read, gets keys and the service's log."""
+    """As `run`, with `folder`, which only this user can read, for keys and the service's log."""
     spec, address = job.spec, address_in(job.network)
     identity = Identity(f"{socket.gethostname()} {spec.name}", address)
     agent, listener = Agent(job, identity, address, folder), listen(address)
@@ -310,8 +312,8 @@ def _run_in(folder: Path, job: NodeJob) -> int:
     try:
         open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
     except Exists:
-        log.error("this start of %s has run here before: the cluster system has started it again; ending", spec.name)
-        return TAKEN_BACK
+        log.error("this start of %s has run already, and the cluster system has started it again: ending", spec.name)
+        return PREEMPTED
     exit_at_sigterm()
     try:
         while not agent.stopped and not agent.lost:

@@ -1,7 +1,7 @@
-"""What services need of a machine, and where they would fit on the machines of a cluster.
+"""The resources that services need, and a proposal where they fit on the machines of a cluster.
 
-That is a proposal, first fit, in the order of starts: the cluster system decides in the end. The proposal names what
-waits, what for, and what can never run."""
+The proposal is first fit, in the order of starts; the cluster system decides in the end. It names the services that
+would wait, with the reason, and those that can never run."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def service_needs(recipe: Recipe, external: bool) -> dict[str, Resources]:
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
-    """On each of its machines. A GPU for each rank there; none for a model in float32, as recipes for CPUs have it."""
+    """The needs on each of its machines: a GPU per rank there; none for a model in float32, as in recipes for CPUs."""
     on_cpus = recipe.model.dtype == "float32"
     return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks // recipe.trainer.nodes)
 
 
 def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
-    """A GPU for each part of the model; none for the embedded server."""
+    """The needs of a server: a GPU for each part of the model; none for the embedded server."""
     on_cpus = recipe.inference.engine == "embedded"
     return _needs(recipe.launcher.resources.inference, 0 if on_cpus else recipe.inference.tensor_parallel)
 
 
 def worker_needs(recipe: Recipe) -> Resources:
-    """No GPU."""
+    """The needs of a rollout worker, without a GPU."""
     return _needs(recipe.launcher.resources.rollout, 0)
 
 
@@ -50,7 +50,7 @@ def _needs(stated: Needs, gpus: int) -> Resources:
 
 #: Fields of Resources, the scarcest first, and how a message names them.
 KINDS: Final = {"gpus": "GPUs", "cpus": "CPUs", "memory_mb": "MB of memory"}
-#: What helps where a service needs more GPUs than a machine has.
+#: The remedy if a service needs more GPUs than a machine has.
 FEWER_GPUS: Final = {
     "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
     "inference": "lower inference.tensor_parallel, or set launcher.resources.inference.gpus",
@@ -72,10 +72,10 @@ class Proposal:
     why: str = ""
 
 
-def propose(asked: Mapping[str, Resources], machines: Sequence[Machine], grows: bool = False) -> list[Proposal]:
-    """A proposal for each service of `asked`. `grows`: the cluster adds machines as they are needed."""
+def propose(asked: Mapping[str, Resources], machines: Sequence[Machine], autoscales: bool = False) -> list[Proposal]:
+    """A proposal for each service of `asked`. `autoscales`: the cluster adds machines as they are needed."""
     able = {machine.name: machine.free for machine in machines if not machine.state}
-    crowded = not grows and not _fit_together(asked.values(), machines)
+    crowded = not autoscales and not _fit_together(asked.values(), machines)
     found = []
     for service, needs in asked.items():
         if (name := _first(needs, able)) is not None:
@@ -83,7 +83,7 @@ def propose(asked: Mapping[str, Resources], machines: Sequence[Machine], grows: 
             found.append(Proposal(service, needs, "fits", name))
         else:
             left = {machine.name: able.get(machine.name, machine.free) for machine in machines}
-            found.append(_unplaced(service, needs, machines, left, grows, crowded))
+            found.append(_unplaced(service, needs, machines, left, autoscales, crowded))
     return found
 
 
@@ -92,10 +92,10 @@ def _unplaced(
     needs: Resources,
     machines: Sequence[Machine],
     left: Mapping[str, Resources],
-    grows: bool,
+    autoscales: bool,
     crowded: bool,
 ) -> Proposal:
-    """Why no machine has room. `left`: what the services before this one leave free."""
+    """The proposal for a service for which no machine has room. `left`: what the services before it leave free."""
     large = [machine for machine in machines if _fits(needs, machine.total)]
     if large:
         best = min(large, key=lambda machine: (bool(machine.state), len(_lacking(needs, left[machine.name]))))
@@ -104,7 +104,7 @@ def _unplaced(
             return Proposal(service, needs, "refused", why=f"{CROWDED}: {why}; {FEWER}")
         return Proposal(service, needs, "waits", why=why)
     why = _too_large(needs, machines)
-    if grows:
+    if autoscales:
         return Proposal(service, needs, "waits", why=f"{why}: the autoscaler has to add a larger one")
     return Proposal(service, needs, "refused", why=f"{why}: {_remedy(service, needs, machines)}")
 
@@ -144,7 +144,7 @@ def _remedy(service: str, needs: Resources, machines: Sequence[Machine]) -> str:
 
 
 def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bool:
-    """Whether what fits a machine by itself fits when all of it is placed on empty machines, the largest first."""
+    """Whether all that fit a machine alone also fit together on empty machines, placed in order of size."""
     empty = {machine.name: machine.total for machine in machines}
     alone = [needs for needs in asked if _first(needs, empty) is not None]
     for needs in sorted(alone, key=lambda needs: [getattr(needs, kind) for kind in KINDS], reverse=True):
@@ -163,7 +163,7 @@ def _fits(needs: Resources, left: Resources) -> bool:
 
 
 def _lacking(needs: Resources, left: Resources) -> list[str]:
-    """The kinds of which there is too little. 0 needs nothing, also where less than nothing is left."""
+    """The kinds of which there is too little. A need of 0 is always met, even if `left` is negative."""
     return [kind for kind in KINDS if getattr(needs, kind) > max(0, getattr(left, kind))]
 
 

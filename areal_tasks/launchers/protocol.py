@@ -1,4 +1,4 @@
-"""What a launcher does: it starts services and reports whether they run. Services do not depend on their launcher."""
+"""The interface of launchers, which start services and report whether they run. Services do not depend on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_tasks.launchers.usage import Usage
 class Job:
     """One service to start: its module, specification, token, log file and number of threads (0: all cores).
 
-    `resources`: what it needs, for a launcher that finds a machine for it.
+    `resources`: what it needs, for launchers that find a machine for it.
     """
 
     module: str
@@ -30,7 +30,7 @@ class Handle(Protocol):
     """A started service."""
 
     def exit_code(self) -> int | None:
-        """None while it runs, or waits for a machine."""
+        """Its exit code; None while it runs, or waits for a machine."""
         ...
 
     def waiting(self) -> str:
@@ -38,7 +38,7 @@ class Handle(Protocol):
         ...
 
     def usage(self) -> Usage | None:
-        """What the service takes of its machine, measured now or a few seconds ago; None if no machine runs it."""
+        """The service's use of its machine, measured now or a few seconds ago; None if no machine runs it."""
         ...
 
     def stop(self, grace_seconds: float = 5.0) -> None:

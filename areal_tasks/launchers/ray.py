@@ -1,7 +1,7 @@
 """Tasks on a Ray cluster that runs already, at `RAY_ADDRESS`.
 
-Nothing here imports Ray: a process of its own does (`ray_driver.py`). When that process ends or is silent for too long,
-Ray ends what it has started there, and its tasks count as lost.
+Only a separate process imports Ray (`ray_driver.py`). When that process ends or is silent for too long, Ray ends what
+it has started, and its tasks count as lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from areal_tasks.launchers.cluster import LOST, ClusterAway, Machine, Resources, Task
+from areal_tasks.launchers.cluster import LOST, ClusterUnreachable, Machine, Resources, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher, RaySettings
 
@@ -31,13 +31,13 @@ ADDRESS: Final = "RAY_ADDRESS"
 DRIVER: Final = "areal_tasks.launchers.ray_driver"
 REACH_SECONDS: Final = 5.0
 CONNECT_SECONDS: Final = 60.0
-#: Longer than a short loss of the network; Ray itself gives up a head node that is away for 60 s.
+#: Longer than short network failures; Ray itself gives up a head node that does not answer for 60 s.
 SILENT_SECONDS: Final = 75.0
 SUBMIT_SECONDS: Final = 10.0
 CANCEL_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 15.0
 SUBMITTED: Final = "it is being submitted to Ray"
-#: What the driver gets of this process's environment, besides Ray's own variables: the rest may hold secrets.
+#: The variables that the driver inherits, in addition to Ray's own: others may hold secrets.
 PASSED: Final = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 VERSIONS: Final = "Flow and cluster need the same version of Ray and of Python."
 JOIN: Final = (
@@ -63,12 +63,12 @@ class RayTask:
         return self.code
 
     def cancel(self) -> None:
-        """Ray kills it as soon as it can: that is certain, though it may be later than the return."""
+        """Have Ray kill the task, which is certain, but may happen after this returns."""
         self.driver.order("cancel", name=self.task.name)
         self.driver.wait(lambda: self.code is not None, CANCEL_SECONDS)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Note what an event reports."""
+        """Note the state that an event reports."""
         self.why = event.get("why", "")
         self.refused = event["event"] == "refused"
         self.code = LOST if self.refused else event.get("code")
@@ -79,7 +79,7 @@ class RayTask:
 
 
 class RayDriver:
-    """The driver process, seen from here: it takes orders, and a thread follows its events."""
+    """A connection to the driver process: sends it orders; a thread reads its events."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -92,7 +92,7 @@ class RayDriver:
         threading.Thread(target=self._follow, args=[process.stdout.fileno()], name="ray-events", daemon=True).start()
 
     def submit(self, task: Task, settings: RaySettings) -> RayTask:
-        """Returns once Ray has accepted it, which is before it has found a node, or when Ray does not answer."""
+        """Submit a task. Returns once Ray has accepted it, before it has found a node; or when Ray does not answer."""
         with self._changed:
             found = self.tasks[task.name] = RayTask(task, self)
             found.code = LOST if self.over else None
@@ -107,22 +107,22 @@ class RayDriver:
         return found
 
     def list_nodes(self) -> list[dict[str, Any]]:
-        """Name, resources and free resources of each node. Raises ClusterAway if Ray does not answer."""
+        """Name, resources and free resources of each node. Raises ClusterUnreachable if Ray does not answer."""
         self.nodes = None
         self.order("nodes")
         self.wait(lambda: self.nodes is not None, SUBMIT_SECONDS)
         if self.nodes is None:
-            raise ClusterAway(f"Ray has not listed its nodes within {SUBMIT_SECONDS:g} s")
+            raise ClusterUnreachable(f"Ray has not listed its nodes within {SUBMIT_SECONDS:g} s")
         return self.nodes
 
     def order(self, order: str, **more: object) -> None:
-        """Without effect once the process has ended."""
+        """Send an order to the process; without effect once it has ended."""
         with contextlib.suppress(OSError, ValueError), self._changed:
             self.orders.write(json.dumps({"order": order, **more}).encode() + b"\n")
             self.orders.flush()
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Until the condition is true, the process has ended, or the time is over."""
+        """Wait until the condition is true or the process has ended, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self.over or condition(), seconds)
 
@@ -135,7 +135,7 @@ class RayDriver:
         self.process.wait()
 
     def _follow(self, events: int) -> None:
-        """Until the process is silent or has ended, or an event cannot be taken: then its tasks are lost."""
+        """Read events until the process is silent or has ended, or an event is invalid: then its tasks are lost."""
         try:
             for line in lines(events, SILENT_SECONDS):
                 with self._changed:
@@ -177,11 +177,11 @@ class RayCluster:
         self._lock = threading.Lock()
 
     def submit(self, task: Task) -> RayTask:
-        """Raises UserError and ClusterAway as every cluster does; in not much more than a minute."""
+        """Submit a task. Raises UserError and ClusterUnreachable as every cluster does, within about a minute."""
         return self._connected(task.output.with_name("ray.log")).submit(task, self.settings)
 
     def machines(self) -> list[Machine]:
-        """Those that have what `launcher.ray.resources` names."""
+        """The nodes that have the resources that `launcher.ray.resources` names."""
         log = Path(tempfile.mkstemp(prefix="arealflow-ray-", suffix=".log")[1])
         nodes = self._connected(log).list_nodes()
         log.unlink()  # an error names it
@@ -203,8 +203,8 @@ def connected(printed: Path) -> RayDriver:
     """A driver that has joined the cluster.
 
     Raises:
-        UserError: flow and cluster have not the same version.
-        ClusterAway: it fails otherwise.
+        UserError: flow and cluster have different versions.
+        ClusterUnreachable: it could not join for another reason.
     """
     address = cluster_address()
     printed.parent.mkdir(parents=True, exist_ok=True)
@@ -217,15 +217,15 @@ def connected(printed: Path) -> RayDriver:
     found = f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause.strip()}\n"
     if "Version mismatch" in cause:
         raise UserError(found + VERSIONS)
-    raise ClusterAway(f"{found}{JOIN} Ray's messages: {printed}")
+    raise ClusterUnreachable(f"{found}{JOIN} Ray's messages: {printed}")
 
 
 def cluster_address() -> str:
-    """The cluster's address, at which something listens.
+    """The cluster's address, after a check that a process listens there.
 
     Raises:
         UserError: none is named, or Ray is not installed.
-        ClusterAway: nothing listens.
+        ClusterUnreachable: nothing listens.
     """
     if importlib.util.find_spec("ray") is None:
         raise UserError("launcher.type: ray needs Ray, which is not installed: pip install 'arealflow[ray]'")
@@ -233,12 +233,12 @@ def cluster_address() -> str:
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         raise UserError(
-            f"{ADDRESS}={address!r} is not the HOST:PORT of a Ray cluster's head node; its port is mostly 6379"
+            f"{ADDRESS}={address!r} is not the HOST:PORT of a Ray cluster's head node; its port is usually 6379"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
     except OSError as error:
-        raise ClusterAway(
+        raise ClusterUnreachable(
             f"No Ray cluster answers at {ADDRESS}={address}: {error}. Start it, or name its head node."
         ) from error
     return address
@@ -261,7 +261,7 @@ def start_driver(printed: Path) -> subprocess.Popen[bytes]:
 
 
 def bundle(task: Task, settings: RaySettings) -> dict[str, float]:
-    """What to reserve, by Ray's names; memory in bytes."""
+    """The resources to reserve, by Ray's names; memory in bytes."""
     asked = task.resources
     amounts = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_mb << 20, **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
@@ -285,7 +285,7 @@ def _resources(has: Mapping[str, float]) -> Resources:
 
 
 def lines(descriptor: int, seconds: float) -> Iterator[bytes]:
-    """Lines as they arrive, until the end of the file, or until nothing has arrived for so long."""
+    """Lines as they arrive, until the end of the file, or until nothing has arrived for `seconds`."""
     rest = b""
     ready = select.poll()
     ready.register(descriptor)

@@ -1,8 +1,9 @@
-"""The process that speaks with Ray: `python -m areal_tasks.launchers.ray_driver`, started by `launchers/ray.py`.
+"""The process that calls Ray: `python -m areal_tasks.launchers.ray_driver`, started by `launchers/ray.py`.
 
-It reads orders from standard input and writes events to standard output, one JSON object a line. Ray is called here
-only: a call may wait for minutes for a cluster that does not answer, and Ray changes the signal handlers and threads of
-its process. Ray ends what a driver has started when the driver ends, and this one ends with its standard input.
+It reads orders from standard input and writes events to standard output, one JSON object per line. Only this process
+calls Ray: a call may wait for minutes for a cluster that does not answer, and Ray changes the signal handlers and
+threads of its process. Ray ends what a driver has started when the driver ends, as this one does when its standard
+input ends.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from areal_tasks.launchers.cluster import LOST
 
 POLL_SECONDS: Final = 0.1
-BEAT_SECONDS: Final = 1.0
+HEARTBEAT_SECONDS: Final = 1.0
 ANSWER_SECONDS: Final = 1.0
 END_SECONDS: Final = 10.0
 MOST_BYTES: Final = 1 << 16
-#: A task ends itself when its driver has not polled it for so long, because Ray on a node that is cut off goes on.
+#: A task ends itself when its driver has not polled it for so long: on a node without network Ray lets it continue.
 LEASE_SECONDS: Final = 60.0
 #: Runs a command that the kernel kills (PR_SET_PDEATHSIG, SIGKILL) when the thread that started it ends.
 TIED: Final = """
@@ -51,7 +52,7 @@ except OSError as error:
 
 
 class Runner:
-    """The actor that runs a command as its child. As a class of `__main__` it travels by value: nodes need only Ray."""
+    """The actor that runs a command as its child. Ray copies classes of `__main__` to nodes, which need only Ray."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the actor)
@@ -69,7 +70,7 @@ class Runner:
         threading.Thread(target=self._end_unwatched, daemon=True).start()
 
     def poll(self, seconds: float) -> tuple[str, int | None]:
-        """What it has printed since the last poll, and its exit code; waits so long for its end."""
+        """The command's output since the last poll, and its exit code; waits at most `seconds` for its end."""
         self.polled = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(seconds)
@@ -88,7 +89,7 @@ class Runner:
 
 @dataclass
 class Started:
-    """A task: what it occupies, its placement group and actor, and the poll that is under way."""
+    """A task: the resources that it occupies, its placement group and actor, and the poll in progress."""
 
     bundle: dict[str, float]
     group: Any
@@ -110,23 +111,23 @@ class Driver:
         self.events = events
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.tasks: dict[str, Started] = {}
-        self.nodes: dict[str, dict[str, float]] = {}  # resources of every node that was there at any time
-        self.beat_due = 0.0
+        self.nodes: dict[str, dict[str, float]] = {}  # resources of every node that has been part of the cluster
+        self.heartbeat_due = 0.0
 
     def run(self) -> None:
-        """Until there is an order to end."""
-        self.say("connected")
+        """Execute orders until one is `end`."""
+        self.emit("connected")
         while self._execute_orders():
             self._poll()
-            self._beat()
+            self._heartbeat()
         for task in self.tasks.values():
             task.end()
 
-    def say(self, event: str, **more: Any) -> None:
+    def emit(self, event: str, **more: Any) -> None:
         print(json.dumps({"event": event, **more}), file=self.events, flush=True)
 
     def read_orders(self) -> None:
-        """Until standard input ends. The process ends then: by itself, or by force where Ray does not answer."""
+        """Queue orders until standard input ends. Then the process ends, by force if Ray does not answer."""
         for line in sys.stdin:
             self.orders.put(json.loads(line))
         self.orders.put({"order": "end"})
@@ -134,7 +135,7 @@ class Driver:
         os._exit(1)
 
     def _execute_orders(self) -> bool:
-        """Execute the orders that have arrived; False: to end."""
+        """Execute the orders that have arrived. Returns False if the last one is `end`."""
         with contextlib.suppress(queue.Empty):
             while (order := self.orders.get(timeout=0 if self.tasks else POLL_SECONDS))["order"] != "end":
                 self._execute(order)
@@ -148,17 +149,17 @@ class Driver:
             case "cancel":
                 self._cancel(order["name"])
             case "nodes":
-                self.say("nodes", nodes=listed())
+                self.emit("nodes", nodes=listed())
 
     def _submit(self, order: dict[str, Any]) -> None:
         name, bundle = order["name"], order["bundle"]
-        self._see_nodes()
+        self._update_nodes()
         if order["autoscaling"] or any(map(fits(bundle), self.nodes.values())):
             self.tasks[name] = start(name, bundle, order["command"], order["environment"])
-            self.say("accepted", name=name, why="Ray looks for a node")
+            self.emit("accepted", name=name, why="Ray is looking for a node")
         else:
             nodes = "; ".join(sorted({shown(node, bundle) for node in self.nodes.values()}))
-            self.say("refused", name=name, why=f"it needs {shown(bundle)} of one node; the nodes have: {nodes}")
+            self.emit("refused", name=name, why=f"it needs {shown(bundle)} of one node; the nodes have: {nodes}")
 
     def _cancel(self, name: str) -> None:
         if name in self.tasks:
@@ -166,7 +167,7 @@ class Driver:
             self.tasks[name].end()
 
     def _poll(self) -> None:
-        """Report the tasks that have printed or ended, or whose second is over."""
+        """Report a task whose poll is done: it has ended, or a second is over."""
         polls = {task.poll: name for name, task in self.tasks.items()}
         done = ray.wait(list(polls), num_returns=1, timeout=POLL_SECONDS)[0] if polls else []
         for poll in done:
@@ -176,27 +177,27 @@ class Driver:
         task = self.tasks[name]
         printed, code = outcome(task)
         if not task.runs or printed:
-            self.say("runs", name=name, printed=printed)
+            self.emit("runs", name=name, printed=printed)
             task.runs = True
         if code is None:
             task.poll = task.actor.poll.remote(ANSWER_SECONDS)
             return
         del self.tasks[name]
         task.end()
-        self.say("ended", name=name, code=code)
+        self.emit("ended", name=name, code=code)
 
-    def _beat(self) -> None:
-        """Once a second: show that this process works, and say what tasks wait for."""
-        if time.monotonic() < self.beat_due:
+    def _heartbeat(self) -> None:
+        """Once a second: emit a heartbeat, and what tasks wait for."""
+        if time.monotonic() < self.heartbeat_due:
             return
-        self.say("beat")
-        self._see_nodes()
+        self.emit("heartbeat")
+        self._update_nodes()
         for name, task in self.tasks.items():
             if not task.runs:
-                self.say("waits", name=name, why=lacking(task))
-        self.beat_due = time.monotonic() + BEAT_SECONDS
+                self.emit("waits", name=name, why=lacking(task))
+        self.heartbeat_due = time.monotonic() + HEARTBEAT_SECONDS
 
-    def _see_nodes(self) -> None:
+    def _update_nodes(self) -> None:
         self.nodes |= {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -220,7 +221,7 @@ def start(name: str, bundle: dict[str, float], command: list[str], environment: 
 
 
 def outcome(task: Started) -> tuple[str, int | None]:
-    """What a finished poll says: what was printed, and the exit code."""
+    """The result of a finished poll: the output, and the exit code."""
     try:
         found: tuple[str, int | None] = ray.get(task.poll, timeout=END_SECONDS)
         return found
@@ -237,7 +238,7 @@ def lacking(task: Started) -> str:
 
 
 def listed() -> list[dict[str, Any]]:
-    """Name, resources and free resources of each node that is there."""
+    """Name, resources and free resources of each node that is alive."""
     free = available_resources_per_node()
     return [
         {"name": node["NodeManagerHostname"], "total": node["Resources"], "free": free.get(node["NodeID"], {})}
@@ -247,12 +248,12 @@ def listed() -> list[dict[str, Any]]:
 
 
 def fits(bundle: Mapping[str, float]) -> Any:
-    """Whether a node has as much, when it is empty."""
+    """A predicate: whether a node has these resources when it is empty."""
     return lambda node: all(node.get(key, 0) >= value for key, value in bundle.items())
 
 
 def shown(resources: Mapping[str, float], keys: Mapping[str, float] | None = None) -> str:
-    """`2 CPU, 1 GPU, 512 MiB memory`: those resources that are named in `keys`."""
+    """`2 CPU, 1 GPU, 512 MiB memory`: the resources that `keys` names; None: all."""
     return ", ".join(amount(key, resources.get(key, 0)) for key in (resources if keys is None else keys))
 
 
@@ -261,6 +262,7 @@ def amount(key: str, value: float) -> str:
 
 
 def main() -> None:
+    """Connect to Ray, and execute orders until standard input ends."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints goes to the log
     driver = Driver(events)
@@ -268,7 +270,7 @@ def main() -> None:
     try:
         ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, configure_logging=False)
     except Exception as error:
-        driver.say("failed", why=str(error))
+        driver.emit("failed", why=str(error))
         return
     driver.run()
     ray.shutdown()

@@ -22,8 +22,8 @@ import aiohttp
 from pydantic import BaseModel
 
 from areal_tasks.engines.loop_thread import LoopThread
-from areal_tasks.engines.tls import Identity, Trust, introducing
-from areal_tasks.launchers.cluster import LOST, TAKEN_BACK, Cluster, Submitted, Task
+from areal_tasks.engines.tls import Identity, Trust, mutual_tls
+from areal_tasks.launchers.cluster import LOST, PREEMPTED, Cluster, Submitted, Task
 from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.usage import Usage
@@ -53,7 +53,7 @@ class RemoteHandle:
         self._node: NodeRecord | None = None
         self._trust: Trust = True
         self._ran = False  # as the cluster system has reported
-        self._read = 0  # bytes of the service's log that are here
+        self._read = 0  # bytes of the service's log that have been fetched
         self._usage: Usage | None = None  # as the agent last reported it
         self._leasing = launcher.loop.submit(self._hold_lease())
 
@@ -67,6 +67,7 @@ class RemoteHandle:
         return self._usage if self._code is None else None
 
     def stop(self, grace_seconds: float = 5.0) -> None:
+        """End the service through its agent, then its task; a lost machine counts as stopped."""
         self._leasing.cancel()
         if self._node is not None and self._code is None:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -82,12 +83,12 @@ class RemoteHandle:
             code = await self._start()
             self._code = await self._renew() if code is None else code
         except Exception as error:
-            log.exception("the service %s is no longer kept", self._job.spec.name)
-            self._code = os.EX_SOFTWARE  # first: the disk of the log may be full
+            log.exception("the lease of service %s is no longer renewed", self._job.spec.name)
+            self._code = os.EX_SOFTWARE  # set first: writing to the log may fail, too
             self._note(f"{type(error).__name__}: {error}")
 
     async def _start(self) -> int | None:
-        """Start the service as soon as its agent is there; an exit code if it never will be."""
+        """Start the service once its agent is found. Returns an exit code if that fails."""
         while (found := await asyncio.to_thread(self._find)) is None:
             if (code := self._submitted.exit_code()) is not None:
                 self._note(f"its task ended with {code} before it was ready", self._output())
@@ -96,7 +97,7 @@ class RemoteHandle:
         if differs := difference(software(), found.software):
             self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
             return os.EX_CONFIG
-        self._node, self._trust = found, self._launcher.introduced(found)
+        self._node, self._trust = found, self._launcher.agent_tls(found)
         address = found.url.removeprefix("https://").rpartition(":")[0].strip("[]")
         order = Start(token=self._job.token, certificate=self._launcher.identity.sign(found.certificate, address))
         log.info("service %s starts on %s", self._job.spec.name, found.host)
@@ -116,7 +117,7 @@ class RemoteHandle:
                 return state.exit_code
 
     async def _ask_within_lease(self, what: str, order: BaseModel) -> bytes | None:
-        """The agent's answer; None: it gave none until the lease was over, or its task has ended or waits again."""
+        """The agent's answer; None if there is none until the lease is over, or its task has ended or waits again."""
         until = time.monotonic() + self._launcher.settings.lease_seconds
         while time.monotonic() < until:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -127,14 +128,14 @@ class RemoteHandle:
         return None
 
     def _waits_again(self) -> bool:
-        """Whether the cluster system has taken the task from its machine, to run it again later."""
+        """Whether the cluster system has preempted the task, and will run it again."""
         self._ran = self._ran or not self._submitted.waiting()
         return self._ran and bool(self._submitted.waiting())
 
     def _silent(self) -> int:
         """The exit code of a service whose agent no longer answers."""
         self._note(f"the agent on {self._host} no longer answers; {self._task_state()}")
-        return TAKEN_BACK if self._waits_again() or self._submitted.exit_code() == TAKEN_BACK else LOST
+        return PREEMPTED if self._waits_again() or self._submitted.exit_code() == PREEMPTED else LOST
 
     async def _ask(self, what: str, order: BaseModel, seconds: float) -> bytes:
         assert self._node is not None
@@ -166,7 +167,7 @@ class RemoteHandle:
         return output.read_text(errors="replace") if output.exists() else ""
 
     def _note(self, what: str, output: str = "") -> None:
-        """Write into the service's log what the service itself cannot."""
+        """Append to the service's log what the service itself cannot report."""
         self._append(f"{output}{self._job.spec.name}: {what}\n")
 
     def _append(self, text: str) -> None:
@@ -182,8 +183,8 @@ class RemoteLauncher:
         self.settings = settings
         self.store = store
         self.identity = Identity("arealflow", authority=True)
-        self._me = Identity("flow")
-        self._shown = self.identity.sign(self._me.certificate)
+        self._flow_identity = Identity("flow")
+        self._flow_certificate = self.identity.sign(self._flow_identity.certificate)
         self._cluster = cluster
         self.loop = LoopThread("leases")
         self.session = self.loop.run(self._session())
@@ -193,6 +194,7 @@ class RemoteLauncher:
         return self.identity.certificate
 
     def start(self, job: Job) -> RemoteHandle:
+        """Submit a task that runs the service's node agent. Errors as of `Cluster.submit`."""
         job.log.parent.mkdir(parents=True, exist_ok=True)
         job.log.touch()
         node_job = NodeJob(
@@ -214,13 +216,13 @@ class RemoteLauncher:
         return RemoteHandle(job, self._cluster.submit(task), self)
 
     def output(self, job: Job) -> Path:
-        """The file for what the agent itself prints: the log of a service of its own."""
+        """The file for the output of the agent itself, which has its own name among the logs."""
         spec = job.spec
         return job.log.with_name(LogName(f"{spec.name}.node", spec.owner, spec.restart).file)
 
-    def introduced(self, node: NodeRecord) -> ssl.SSLContext:
-        """How the flow connects to an agent: each proves itself to the other."""
-        return introducing(node.certificate, self._me, self._shown)
+    def agent_tls(self, node: NodeRecord) -> ssl.SSLContext:
+        """The TLS context for connections to an agent, in which both sides authenticate themselves."""
+        return mutual_tls(node.certificate, self._flow_identity, self._flow_certificate)
 
     def close(self) -> None:
         self.loop.run(self.session.close())

@@ -1,7 +1,7 @@
 """Tasks on a Slurm cluster: jobs of `sbatch`, or steps of `srun` where the flow itself runs inside an allocation.
 
-Slurm gets the task's environment by name and nothing else of the flow's, for what it sends is not encrypted. The states
-of all jobs come from one `squeue` now and then. That, unlike `sacct`, needs no accounting.
+Slurm gets the task's environment by name, and no other variables of the flow, since it does not encrypt what it sends.
+One `squeue` every few seconds reports the states of all jobs; unlike `sacct`, it needs no accounting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from areal_tasks.launchers.cluster import TAKEN_BACK, Cluster, ClusterAway, Machine, Resources, Submitted, Task
+from areal_tasks.launchers.cluster import PREEMPTED, Cluster, ClusterUnreachable, Machine, Resources, Submitted, Task
 from areal_tasks.launchers.slurm_nodes import allocated_nodes, partition_nodes
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher as Settings
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 5.0  # between two queries of all jobs
 COMMAND_SECONDS: Final = 60.0
-FLUSH_SECONDS: Final = 90  # before its time limit, a job is asked to end: a rollout worker writes what is finished
+FLUSH_SECONDS: Final = 90  # so long before its time limit a job is asked to end: a worker writes its finished groups
 NODE_FOLDER: Final = "/tmp"  # of the nodes
 STATUS: Final = "JobID:|,State:|,Reason:|,exit_code:|,NodeList:|"
 BEGINS: Final = "Slurm step begins on "
@@ -37,14 +37,14 @@ WAITING: Final = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED",
 ENDED: Final = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 )
-#: Phrases of Slurm where it cannot be asked now.
-AWAY: Final = (
+#: Phrases in Slurm's errors if it does not answer.
+UNREACHABLE: Final = (
     "Unable to contact slurm controller",
     "Socket timed out",
     "Zero Bytes were transmitted",
     "onnection refused",
 )
-#: Phrases of Slurm where it refuses a job, and what helps.
+#: Phrases in Slurm's errors if it refuses a job, and the remedies.
 REMEDIES: Final = (
     ("invalid partition", "launcher.slurm.partition: `sinfo --summarize` lists the partitions."),
     ("feature specification", "launcher.slurm.constraint: `sinfo --format='%N %f'` lists the features of the nodes."),
@@ -62,13 +62,13 @@ EXCLUSIVE: Final = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NOD
 
 
 def slurm(settings: Settings) -> Cluster:
-    """Steps of the allocation that this process runs in; without one, jobs."""
+    """A cluster that runs tasks as steps of this process's allocation, or as jobs if it is in none."""
     return Steps(settings.slurm) if "SLURM_JOB_ID" in os.environ else Jobs(settings.slurm)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What Slurm says of a job."""
+    """The state of a job as Slurm reports it."""
 
     state: str = "PENDING"
     reason: str = ""
@@ -77,7 +77,7 @@ class Status:
 
 
 class Job:
-    """A task as a job of `sbatch`. If Slurm requeues it, it waits again, and then begins again."""
+    """A task as a job of `sbatch`. If Slurm requeues it, it waits, and then begins again."""
 
     def __init__(self, number: str, task: Task, jobs: Jobs) -> None:
         self.number = number
@@ -90,17 +90,18 @@ class Job:
         return self.status.reason.replace("None", "") or self.status.state if waits else ""
 
     def exit_code(self) -> int | None:
+        """PREEMPTED if Slurm took the node back; 69 (EX_UNAVAILABLE) if Slurm ended it without a code."""
         if self.status.state not in ENDED:
             return None
         if self.status.state == "PREEMPTED":
-            return TAKEN_BACK
+            return PREEMPTED
         return self.status.code or (0 if self.status.state == "COMPLETED" else os.EX_UNAVAILABLE)
 
     def cancel(self) -> None:
         self._jobs.cancel([self])
 
-    def see(self, status: Status) -> None:
-        """Note the state of the job; of one that ended, where its output is, if that is not here."""
+    def update(self, status: Status) -> None:
+        """Note the state of the job. If it has ended elsewhere, note in its output file where the output is."""
         if status.state in ENDED and not self.task.output.exists():
             files = f"{_node_output(self.task)} or {self.task.output}"
             where = f" on {status.node}; its output is there, in {files}" if status.node else ""
@@ -112,15 +113,16 @@ class Jobs:
     """A cluster whose tasks are jobs."""
 
     def __init__(self, settings: Slurm) -> None:
-        _need("sbatch", "squeue", "scancel")
+        _require("sbatch", "squeue", "scancel")
         self._settings = settings
         self._jobs: list[Job] = []
-        self._possible: set[Resources] = set()  # which Slurm accepts
+        self._possible: set[Resources] = set()  # that Slurm has accepted
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._watch_jobs, name="slurm", daemon=True)
         self._watch.start()
 
     def submit(self, task: Task) -> Submitted:
+        """Submit a job. Slurm first tests whether it could ever run such a job."""
         if task.resources not in self._possible:  # not every cluster refuses at once what can never run
             self._sbatch(task, "--test-only")
             self._possible.add(task.resources)
@@ -129,19 +131,19 @@ class Jobs:
         return job
 
     def machines(self) -> list[Machine]:
-        return partition_nodes(_asked, self._settings.partition)
+        return partition_nodes(_run_or_refuse, self._settings.partition)
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End these jobs. Logs those that Slurm does not end: they end when their lease does."""
+        """End these jobs. Jobs that Slurm does not end are logged: they end with their lease."""
         alive = [job for job in jobs if job.exit_code() is None]
         if not alive:
             return
         try:
             _run(["scancel", "--quiet", *(job.number for job in alive)])
-        except (ClusterAway, subprocess.CalledProcessError) as error:
-            log.warning("jobs %s could not be cancelled: %s", " ".join(job.number for job in alive), _said(error))
+        except (ClusterUnreachable, subprocess.CalledProcessError) as error:
+            log.warning("jobs %s could not be cancelled: %s", " ".join(job.number for job in alive), _error_text(error))
         for job in alive:
-            job.see(Status("CANCELLED", code=128 + signal.SIGTERM))
+            job.update(Status("CANCELLED", code=128 + signal.SIGTERM))
 
     def close(self) -> None:
         self._closed.set()
@@ -165,17 +167,17 @@ class Jobs:
         while not self._closed.wait(POLL_SECONDS):
             try:
                 self._query()
-            except Exception as error:  # the next query may succeed; without queries a job would never end here
-                log.warning("the states of Slurm's jobs are not known: %s", _said(error))
+            except Exception as error:  # the next query may succeed; without queries no job would ever be seen to end
+                log.warning("the states of Slurm's jobs are not known: %s", _error_text(error))
 
     def _query(self) -> None:
-        """Ask once for all jobs. Slurm forgets one some minutes after its end."""
+        """Query all jobs at once. Slurm forgets a job some minutes after its end."""
         jobs = [job for job in self._jobs if job.exit_code() is None]
         if jobs:
             found = _statuses([job.number for job in jobs])
             for job in jobs:
                 if job.exit_code() is None:  # it has not been cancelled meanwhile
-                    job.see(found.get(job.number, Status("FAILED", "ForgottenBySlurm")))
+                    job.update(found.get(job.number, Status("FAILED", "ForgottenBySlurm")))
 
 
 class Step:
@@ -186,7 +188,7 @@ class Step:
         self.output = output
 
     def waiting(self) -> str:
-        """`srun` says nothing about a step that waits, but a step says that it begins."""
+        """`Resources` until the step has printed that it begins: `srun` does not report that a step waits."""
         waits = self.exit_code() is None and BEGINS not in self.output.read_text(errors="replace")
         return "Resources" if waits else ""
 
@@ -211,11 +213,12 @@ class Steps:
     """A cluster whose tasks are steps of the allocation that this process runs in."""
 
     def __init__(self, settings: Slurm) -> None:
-        _need("srun")
+        _require("srun")
         self._settings = settings
         self._steps: list[Step] = []
 
     def submit(self, task: Task) -> Submitted:
+        """Start a step. UserError if no node of the allocation has as many CPUs."""
         most = max(_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=task.resources.cpus)
         if task.resources.cpus > most:
             raise _refused(task, f"no node of this allocation has more than {most} CPUs", "Lower launcher.resources.")
@@ -238,9 +241,10 @@ class Steps:
         return step
 
     def machines(self) -> list[Machine]:
-        return allocated_nodes(_asked, os.environ["SLURM_JOB_ID"])
+        return allocated_nodes(_run_or_refuse, os.environ["SLURM_JOB_ID"])
 
     def close(self) -> None:
+        """Terminate all steps at once, then wait for each."""
         for step in self._steps:
             if step.exit_code() is None:
                 step.process.terminate()
@@ -263,19 +267,19 @@ def _options(task: Task, settings: Slurm) -> list[str]:
 
 
 def _limits(settings: Slurm) -> list[str]:
-    """Options of jobs alone. A job that has lost its node is not requeued: its flow submits another."""
+    """Options that only `sbatch` has. A job that has lost its node is not requeued: the flow submits another."""
     named = {name: getattr(settings, name) for name in ("partition", "account", "qos", "time", "constraint")}
     stated = [f"--{name}={value}" for name, value in named.items() if value]
     return ["--no-requeue", "--output=/dev/null", f"--signal=B:TERM@{FLUSH_SECONDS}", *stated]
 
 
 def _script(task: Task, settings: Slurm) -> str:
-    """What runs on the node."""
+    """The script that runs on the node."""
     return f"{settings.setup}\nexec {shlex.join(task.command)}\n"
 
 
 def _redirection(task: Task) -> str:
-    """Output goes where the flow finds it if the node sees that folder, too."""
+    """Redirects output to the flow's file if the node can write there, else to a file of the node."""
     here, there = (shlex.quote(str(path)) for path in (task.output, _node_output(task)))
     return f"if [ -w {shlex.quote(str(task.output.parent))} ]; then exec >>{here} 2>&1; else exec >>{there} 2>&1; fi\n"
 
@@ -285,7 +289,7 @@ def _node_output(task: Task) -> Path:
 
 
 def _statuses(numbers: Iterable[str]) -> dict[str, Status]:
-    """The states of jobs, without those that Slurm does not know any more."""
+    """The states of jobs, without those that Slurm has forgotten."""
     try:
         listed = _run(["squeue", "--noheader", "--states=all", f"--jobs={','.join(numbers)}", f"--Format={STATUS}"])
     except subprocess.CalledProcessError as error:
@@ -297,7 +301,7 @@ def _statuses(numbers: Iterable[str]) -> dict[str, Status]:
 
 
 def _code(status: str) -> int:
-    """The exit code of a process, or 128 + the number of its signal, from what `wait` gives."""
+    """The exit code of a process, or 128 + the number of its signal, from the status that `wait` returns."""
     code = os.waitstatus_to_exitcode(int(status))
     return code if code >= 0 else 128 - code
 
@@ -314,7 +318,7 @@ def _refused(task: Task, said: str, remedy: str = "") -> UserError:
     return UserError(f"Slurm refuses {task.name} ({what}): {said.strip()}\n{helps}")
 
 
-def _need(*commands: str) -> None:
+def _require(*commands: str) -> None:
     for command in commands:
         if shutil.which(command) is None:
             raise UserError(
@@ -324,10 +328,10 @@ def _need(*commands: str) -> None:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, given: str = "") -> str:
-    """What a command of Slurm prints.
+    """The output of a command of Slurm.
 
     Raises:
-        ClusterAway: Slurm did not answer.
+        ClusterUnreachable: Slurm did not answer.
         subprocess.CalledProcessError: it refuses.
     """
     try:
@@ -335,21 +339,21 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, g
             command, env=environment, input=given, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True
         )
     except subprocess.TimeoutExpired:
-        raise ClusterAway(f"{command[0]} has not answered for {COMMAND_SECONDS:g} s; is slurmctld up?") from None
+        raise ClusterUnreachable(f"{command[0]} has not answered for {COMMAND_SECONDS:g} s; is slurmctld up?") from None
     except subprocess.CalledProcessError as error:
-        if any(phrase in error.stderr for phrase in AWAY):
-            raise ClusterAway(f"{error.stderr.strip()}: is slurmctld up? `scontrol ping` says so.") from None
+        if any(phrase in error.stderr for phrase in UNREACHABLE):
+            raise ClusterUnreachable(f"{error.stderr.strip()}: is slurmctld up? `scontrol ping` says so.") from None
         raise
     return done.stdout
 
 
-def _said(error: Exception) -> str:
-    """What is known of a failure: of a command's, what it has written."""
+def _error_text(error: Exception) -> str:
+    """The text of an error: for a command, what it wrote to standard error."""
     return str(getattr(error, "stderr", "") or f"{type(error).__name__}: {error}").strip()
 
 
-def _asked(command: Sequence[str]) -> str:
-    """As `_run`, for what Slurm cannot refuse a user."""
+def _run_or_refuse(command: Sequence[str]) -> str:
+    """As `_run`, but a refusal is a UserError."""
     try:
         return _run(command)
     except subprocess.CalledProcessError as error:

@@ -1,4 +1,4 @@
-"""Handles of services that do not run: of one whose start is under way, and of one that could not be started."""
+"""Handles of services that do not run: one whose start is in progress, and one that could not be started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Final
 
-from areal_tasks.engines.service import AWAY
+from areal_tasks.engines.service import UNAVAILABLE
 from areal_tasks.launchers.protocol import Handle
 from areal_tasks.store.parallel import in_background
 
 log = logging.getLogger(__name__)
 
-#: How long the end of a service waits for the return of its start.
+#: Seconds that stopping a service waits for its start to return.
 LONGEST_START: Final = 30.0
 
 
@@ -31,10 +31,10 @@ class NotStarted:
         return ""
 
     def usage(self) -> None:
-        """It takes nothing."""
+        """None: no process runs."""
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """There is nothing to end."""
+        """Nothing to do: no process runs."""
 
 
 class Starting:
@@ -44,33 +44,33 @@ class Starting:
         self.name = name
         self.patience = patience
         self._begun = in_background(start, f"start-{name}")
-        self._left = False  # it was to be stopped, and its start does not return
+        self._abandoned = False  # it was to be stopped, and its start did not return
 
     def started(self) -> Handle:
-        """What replaces this handle: itself while the start is under way. Raises what the start has raised."""
+        """The handle that replaces this one; itself while the start is in progress. Raises what the start raised."""
         return self._begun.result() if self._begun.done() else self
 
     def exit_code(self) -> int | None:
-        """None: it has not ended. AWAY once it was to be stopped, and its start does not return: its cluster is."""
-        return AWAY if self._left else None
+        """None; UNAVAILABLE once it was to be stopped and its start did not return: the cluster does not answer."""
+        return UNAVAILABLE if self._abandoned else None
 
     def waiting(self) -> str:
         return "its start is under way"
 
     def usage(self) -> None:
-        """No machine runs it yet."""
+        """None: no machine runs it yet."""
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Once it has started, if that takes no longer than `patience`; else when its start returns."""
+        """Stop it once it has started; after `patience`, do so in the background when its start returns."""
         wait([self._begun], self.patience)
         if self._begun.done():
             self._begun.result().stop(grace_seconds)
             return
         log.error("service %s: its start has not returned for %g s; no longer waiting for it", self.name, self.patience)
-        self._left = True
+        self._abandoned = True
         self._begun.add_done_callback(_stop)
 
 
 def _stop(begun: Future[Handle]) -> None:
-    """End a service whose start has returned too late; an error is logged by the future."""
+    """Stop a service whose start has returned too late; the future logs an error."""
     begun.result().stop()

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.service import AWAY, ServiceSpec
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec
 from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.choice import make_launcher
-from areal_tasks.launchers.cluster import ANY, TAKEN_BACK, Resources
+from areal_tasks.launchers.cluster import ANY, PREEMPTED, Resources
 from areal_tasks.launchers.protocol import Handle, Job
 from areal_tasks.launchers.starts import NotStarted, Starting
 from areal_tasks.store.backend import Missing, Store, Unavailable
@@ -33,11 +33,11 @@ from schemas.recipe.launcher import Launcher as LauncherSettings
 
 log = logging.getLogger(__name__)
 
-#: Ends of services that are no failures of theirs: (address, number of the start).
+#: Gives the starts of services whose end does not count as a failure: (address, number of the start).
 Explained = Callable[[], Collection[tuple[str, int]]]
 POLL_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 30.0
-EXCUSED = (AWAY, TAKEN_BACK)  # exit codes that count as no failure
+EXCUSED = (UNAVAILABLE, PREEMPTED)  # exit codes that do not count as a failure
 LOG_LINES = 20
 SEARCHED_LINES = 2000
 
@@ -50,15 +50,15 @@ class Service:
     handle: Handle
     started: float = field(default_factory=time.monotonic)
     url: str = ""
-    failures: int = 0  # since the run last progressed; without ends that are excused
+    failures: int = 0  # since the run last progressed; excused ends do not count
     reason: str = ""  # why it was ended, or could not be started
-    logged: bool = False  # the log says that it is given up
-    due: float | None = None  # when it is restarted, after it has ended
-    excused: bool = False  # its end counts as no failure
-    group: str = ""  # services of a group end together
-    followed: bool = False  # it was ended because another of its group had ended
+    logged: bool = False  # the log says that it is not restarted any more
+    restart_at: float | None = None  # when it is restarted, after it has ended
+    excused: bool = False  # its end does not count as a failure
+    group: str = ""  # the services of a group are ended and restarted at the same time
+    ended_with_group: bool = False  # it was ended because another of its group had ended
     stopped: Future[None] | None = None  # done once nothing of it is left; None: it is not to be stopped
-    joins: bool = False  # others run already: its first start counts as any later one
+    joins: bool = False  # it joined a running run: a failure of its first start counts as one of any later start
 
     @property
     def needed(self) -> bool:
@@ -94,7 +94,7 @@ class Supervisor:
         self.token = secrets.token_urlsafe(32)
         self.launcher = make_launcher(settings, store)
         self.services: dict[str, Service] = {}
-        self._unused = 0  # the first number of a start that no service has had which was stopped for good
+        self._unused = 0  # the lowest number that is higher than those of all starts of retired services
         self._lock = threading.Lock()  # stages that run concurrently supervise the same services
 
     def __enter__(self) -> Supervisor:
@@ -107,13 +107,13 @@ class Supervisor:
 
     @property
     def access(self) -> Access:
-        """To the services."""
+        """What clients of the services need."""
         return Access(self.token, self.launcher.authority)
 
     def start(
         self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY, group: str = ""
     ) -> None:
-        """Start a service, without waiting until it is ready: see `wait`. If one of a `group` ends, all of it end."""
+        """Start a service, without waiting until it is ready: see `wait`. If one service of a `group` ends, all end."""
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
         self.services[spec.name] = Service(job, self.launcher.start(job), group=group)
 
@@ -146,43 +146,43 @@ class Supervisor:
         service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
 
     def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
-        """The addresses of the services, once each of them is ready or given up. Otherwise as `look`."""
+        """The addresses of the ready services, once each is ready or given up. Otherwise as `poll`."""
         while True:
-            ready = self.look(names, weights)
+            ready = self.poll(names, weights)
             if len(ready) == sum(not self._given_up(self.services[name]) for name in names):
                 return [found.url for found in ready]
             time.sleep(POLL_SECONDS)
 
-    def look(
+    def poll(
         self, names: Collection[str], weights: WeightsRef | None = None, explained: Explained = lambda: ()
     ) -> list[Ready]:
         """The services that are ready. One that has ended is restarted after a pause. Does not wait.
 
-        Restarts are on `weights` if they are given. A service that has failed too often is given up, and logged; an
-        end that is `explained` counts as no failure.
+        Servers are restarted on `weights`, if given. A service that has failed too often is given up, which is logged;
+        an end that is `explained` does not count as a failure.
 
         Raises:
             ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
-            Unavailable: store or cluster is away, so one could not start at first, or none of them can now.
+            Unavailable: store or cluster do not answer, so one could not start at first, or none of them can now.
         """
         with self._lock:
             for service in self.services.values():
                 _take_started(service)
             self._end_groups()
-            found = [self._look_at(self.services[name], weights, explained) for name in names]
+            found = [self._poll_one(self.services[name], weights, explained) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
             raise failures[0]
         return [one for one in found if isinstance(one, Ready)]
 
     def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
-        """(name, number of the ended start) of those services that `look` would restart, now or later."""
+        """(name, number of the start) of the services that have ended and that `poll` will restart."""
         services = [self.services[name] for name in names]
         over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
         return frozenset((spec.name, spec.restart) for spec in over)
 
     def starting(self, names: Sequence[str]) -> dict[str, str]:
-        """What those services that are not ready yet wait for, or the log files that say it, by name."""
+        """For each service that is not ready yet, by name: what it waits for, or its log file."""
         services = [self.services[name] for name in names]
         return {s.spec.name: s.handle.waiting() or f"see {s.job.log}" for s in services if not s.url}
 
@@ -197,7 +197,7 @@ class Supervisor:
                 service.failures = 0
 
     def end(self, urls: Collection[str], why: str = "does not answer", grace_seconds: float = 5.0) -> None:
-        """Stop the services that listen at `urls`, which run but do not work. `look` restarts them. Does not wait."""
+        """Stop the services that listen at `urls`, since they do not work. `poll` restarts them. Does not wait."""
         with self._lock:
             for service in self.services.values():
                 if service.url in urls and service.stopped is None:
@@ -213,15 +213,17 @@ class Supervisor:
             self.end([service.url], why, grace_seconds=0.0)
 
     def _end_groups(self) -> None:
-        """End what is left of groups of which a service has ended since the last look: they restart together."""
-        ended = {s.group: s for s in self.services.values() if s.due is None and s.handle.exit_code() is not None}
+        """End the other services of a group if one has ended since the last poll: all restart at the same time."""
+        ended = {
+            s.group: s for s in self.services.values() if s.restart_at is None and s.handle.exit_code() is not None
+        }
         for service in self.services.values():
             runs = service.handle.exit_code() is None and service.stopped is None
             if service.group and service.group in ended and runs:
-                service.followed = True
+                service.ended_with_group = True
                 self._stop(service, f"{ended[service.group].spec.name} has ended", grace_seconds=0.0)
 
-    def _look_at(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
+    def _poll_one(self, service: Service, weights: WeightsRef | None, explained: Explained) -> Ready | UserError | None:
         """The service if it is ready, an error if it failed; None: it is starting."""
         try:
             if service.handle.exit_code() is None and not service.url and service.stopped is None:
@@ -235,12 +237,12 @@ class Supervisor:
         if runs:
             return None
         first = self._first_ended(service)
-        if not service.url and service.needed and first.handle.exit_code() != TAKEN_BACK:
+        if not service.url and service.needed and first.handle.exit_code() != PREEMPTED:
             raise self._failure(first, f"ended with {first.handle.exit_code()} while starting.")
         if self._given_up(service):
             return self._last_failure(service)
         self._start_again(service, weights)
-        return self._failure(service) if service.handle.exit_code() == AWAY else None
+        return self._failure(service) if service.handle.exit_code() == UNAVAILABLE else None
 
     def _find(self, service: Service) -> None:
         """Set the address of a service that is ready. One that takes too long is ended; a first start then fails."""
@@ -249,7 +251,7 @@ class Supervisor:
         with contextlib.suppress(Missing):
             service.url = read_record(self.store, path, ServiceRecord).url
             return
-        if any(one.handle.waiting() for one in self._together(service)):  # it waits for those of its group
+        if any(one.handle.waiting() for one in self._members(service)):  # it waits for those of its group
             service.started = time.monotonic()
         elif time.monotonic() > service.started + self.settings.startup_seconds:
             late = f"was not ready within launcher.startup_seconds = {self.settings.startup_seconds:g}."
@@ -258,50 +260,50 @@ class Supervisor:
             self._stop(service, late, grace_seconds=0.0)
 
     def _start_again(self, service: Service, weights: WeightsRef | None) -> None:
-        """Restart a service that has ended, once its pause is over, and those of its group are, too.
+        """Restart a service that has ended, once its pause and those of its group are over.
 
-        All of a group restart at once: they find each other by the number of their start, which stays the same.
+        All of a group restart at once, with the same number of the start, by which they find each other.
         """
-        if service.due is None:
+        if service.restart_at is None:
             self._pause(service)
-        together, now = self._together(service), time.monotonic()
-        if all(one.due is not None and one.due <= now and _is_stopped(one) for one in together):
+        members, now = self._members(service), time.monotonic()
+        if all(one.restart_at is not None and one.restart_at <= now and _is_stopped(one) for one in members):
             failed = not self._excused(service)
-            for one in together:
+            for one in members:
                 one.failures += failed
                 self._restart(one, weights)
 
     def _pause(self, service: Service) -> None:
-        """Note when to restart a service that has ended."""
+        """Determine when to restart a service that has ended, and end what is left of it."""
         code = service.handle.exit_code()
-        log.warning("service %s ended with %s; starting it again", service.spec.name, code)
+        log.warning("service %s ended with %s; restarting it", service.spec.name, code)
         self._end(service)
-        pause = LONGEST_PAUSE_SECONDS if code == AWAY else 0.5 * 2**service.failures
-        service.due = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
+        pause = LONGEST_PAUSE_SECONDS if code == UNAVAILABLE else 0.5 * 2**service.failures
+        service.restart_at = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
 
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.spec
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
-        service.url, service.reason, service.due, service.excused = "", "", None, False
-        service.started, service.followed, service.stopped = time.monotonic(), False, None
+        service.url, service.reason, service.restart_at, service.excused = "", "", None, False
+        service.started, service.ended_with_group, service.stopped = time.monotonic(), False, None
         service.handle = self._begun(service.job)
 
     def _begun(self, job: Job) -> Handle:
-        """Start it in the background: others are looked at and ended meanwhile, and start at the same time."""
+        """Start a service in the background: others are polled, ended and started meanwhile."""
         return Starting(partial(self._started, job), job.spec.name)
 
     def _started(self, job: Job) -> Handle:
-        """Its handle. What the cluster has no machine for now is tried again; other failures count."""
+        """The handle of a service. If the cluster has no machine for it, it is retried; other failures count."""
         try:
             return self.launcher.start(job)
         except (UserError, OSError) as error:
             log.warning("service %s could not be started: %s", job.spec.name, error)
             if isinstance(error, UserError):
-                return NotStarted(AWAY, str(error))
+                return NotStarted(UNAVAILABLE, str(error))
             return NotStarted(os.EX_OSERR, f"it could not be started: {error}\n")
 
-    def _together(self, service: Service) -> list[Service]:
+    def _members(self, service: Service) -> list[Service]:
         """The services of its group, or the service alone."""
         return [one for one in self.services.values() if one is service or (one.group and one.group == service.group)]
 
@@ -309,18 +311,20 @@ class Supervisor:
         """Whether it, or one of its group, has failed too often."""
         return any(
             one.handle.exit_code() is not None and one.failures >= self.settings.restarts and not self._excused(one)
-            for one in self._together(service)
+            for one in self._members(service)
         )
 
     def _excused(self, service: Service) -> bool:
-        """Whether the end of a service, or that of its group which began with another, counts as no failure."""
+        """Whether the end of a service, or of the one with which its group's end began, is excused."""
         first = self._first_ended(service)
         return first.excused or first.handle.exit_code() in EXCUSED
 
     def _first_ended(self, service: Service) -> Service:
-        """The one of its group with whose end that of the others began; the service itself without a group."""
-        together = self._together(service)
-        return next((one for one in together if one.handle.exit_code() is not None and not one.followed), service)
+        """The service of its group that ended first and had the others ended; the service itself without a group."""
+        members = self._members(service)
+        return next(
+            (one for one in members if one.handle.exit_code() is not None and not one.ended_with_group), service
+        )
 
     def _last_failure(self, service: Service) -> UserError:
         """Why the service is given up; logged once, since other services may continue without it."""
@@ -334,8 +338,10 @@ class Supervisor:
     def _failure(self, service: Service, what: str = "") -> UserError:
         """The error that ends the run: what happened, why the service was ended if it was, and the end of its log."""
         name = service.spec.name
-        if service.handle.exit_code() == AWAY:
-            return Unavailable(f"service {name!r} could not start: {service.reason or 'the store was away.'}".strip())
+        if service.handle.exit_code() == UNAVAILABLE:
+            return Unavailable(
+                f"service {name!r} could not start: {service.reason or 'the store did not answer.'}".strip()
+            )
         return ServiceFailed(f"service {name!r} {what}\n{service.reason}{self._tail(service)}")
 
     def _stop(self, service: Service, why: str, grace_seconds: float) -> None:
@@ -344,7 +350,7 @@ class Supervisor:
         self._end(service, grace_seconds)
 
     def _end(self, service: Service, grace_seconds: float = 5.0) -> None:
-        """End what is left of it, in the background: a machine that is silent takes long, and others do not wait."""
+        """End what is left of a service, in the background: a machine that does not answer takes long."""
         if service.stopped is None:
             stop = partial(service.handle.stop, grace_seconds)
             service.stopped = in_background(stop, f"stop-{service.spec.name}")
@@ -362,7 +368,7 @@ class Supervisor:
 
 
 def _take_started(service: Service) -> None:
-    """If its start in the background is over, take the handle that it gave. Raises what it has raised."""
+    """Once a start in the background is over, replace its handle by the started one. Raises what the start raised."""
     if isinstance(service.handle, Starting):
         service.handle = service.handle.started()
         if isinstance(service.handle, NotStarted):
@@ -370,7 +376,7 @@ def _take_started(service: Service) -> None:
 
 
 def _is_stopped(service: Service) -> bool:
-    """Whether nothing of it is left. Raises what its end has raised."""
+    """Whether the service has been stopped completely. Raises what stopping it raised."""
     return service.stopped is not None and service.stopped.done() and service.stopped.result() is None
 
 

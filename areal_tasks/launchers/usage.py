@@ -1,5 +1,5 @@
-"""What a service takes of its machine: CPU and memory of its processes, and its GPUs. Measured from outside, so that
-nothing depends on what the service is, or whether it answers."""
+"""A service's use of its machine: CPU and memory of its processes, and its GPUs. Measured from outside, so that it
+does not depend on the kind of service, or whether it answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from areal_tasks.launchers.gpus import gpu_usage
 
 
 class Usage(BaseModel):
-    """A measurement. None: not known here, such as the CPU time of a service that is a thread."""
+    """A measurement. None: unknown, such as the CPU time of a service that is a thread."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str
     cores: int = Field(description="of the machine")
-    at: float = Field(description="when, in seconds of a clock of the machine, for differences")
+    at: float = Field(description="seconds of a clock of the machine; only differences are meaningful")
     cpu_seconds: float | None = Field(None, description="since they started, of the processes that run")
     memory: int | None = Field(None, description="resident bytes; pages that processes share count for each")
     gpu: float | None = Field(None, description="share of the time in which its GPUs computed: their mean")
@@ -35,14 +35,14 @@ def machine() -> Usage:
 
 
 def measure(pid: int, gpus: Sequence[str] = (), descendants: bool = True) -> Usage:
-    """What a process takes, alone or with its `descendants`, and the state of its GPUs."""
-    taken = [found for process in _family(pid, descendants) if (found := _taken(process)) is not None]
+    """The usage of a process, alone or with its `descendants`, and of its GPUs."""
+    taken = [found for process in _processes(pid, descendants) if (found := _taken(process)) is not None]
     gpu, gpu_memory = gpu_usage(gpus) or (None, None)
     counted = {"cpu_seconds": sum(one[0] for one in taken), "memory": sum(one[1] for one in taken)} if taken else {}
     return machine().model_copy(update={**counted, "gpu": gpu, "gpu_memory": gpu_memory})
 
 
-def _family(pid: int, descendants: bool) -> Iterator[psutil.Process]:
+def _processes(pid: int, descendants: bool) -> Iterator[psutil.Process]:
     with suppress(psutil.Error):
         yield (process := psutil.Process(pid))
         if descendants:

@@ -36,7 +36,7 @@ class Background:
     ) -> None:
         """After `seconds`, await `put` if `needed()`; retry every `RETRY_SECONDS` while the store fails.
 
-        `failed` receives any other error, and `StartClosed`.
+        `failed` is called with `StartClosed`, and with any error that is not the store's.
         """
 
         async def attempt() -> None:

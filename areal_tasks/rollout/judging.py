@@ -1,4 +1,4 @@
-"""Verifies samples while others are generated: for filters, which reject groups at once, and for workflows that ask."""
+"""Verifies samples during generation: for filters, which reject groups at once, and for workflows that ask."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from schemas.tables import JUDGED
 
 
 class VerifiersFailed(Exception):
-    """The verifiers failed, and no completion is the cause."""
+    """The verifiers themselves failed: no completion is the cause."""
 
 
 Verify = Callable[[Sequence[Row]], Sequence[VerifyResult]]
 
 
 @dataclass(eq=False)
-class Rows:
+class PendingRows:
     """Completions that wait for their verdicts."""
 
     rows: Sequence[Row]
@@ -39,30 +39,30 @@ class Rows:
 
 
 @dataclass
-class Together:
-    """Verifies for many groups by few calls of `verify`, which blocks. Use within one event loop.
+class BatchedVerifier:
+    """Verifies the completions of many groups by few calls of `verify`, which blocks. Use within one event loop.
 
-    It is called in a thread: one call at a time, for all that wait.
+    `verify` is called in a thread, one call at a time, with all completions that wait.
     """
 
     verify: Verify
-    _waiting: list[Rows] = field(default_factory=list)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _waiting: list[PendingRows] = field(default_factory=list)
+    _calling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, rows: Sequence[Row]) -> Sequence[VerifyResult]:
-        """The verdicts on these, in order. Raises VerifiersFailed, and UserError if the verifier cannot be loaded."""
-        mine = Rows(rows)
+        """The verdicts on `rows`, in order. VerifiersFailed; UserError if the verifier cannot be loaded."""
+        mine = PendingRows(rows)
         self._waiting.append(mine)
         try:
-            async with self._turn:
-                if mine.results is None:  # else verified together with others
+            async with self._calling:
+                if mine.results is None:  # else an earlier call has verified them
                     await self._verify(list(self._waiting))
         finally:
             self._waiting.remove(mine)
         assert mine.results is not None
         return mine.results
 
-    async def _verify(self, waiting: Sequence[Rows]) -> None:
+    async def _verify(self, waiting: Sequence[PendingRows]) -> None:
         try:
             results = await asyncio.to_thread(self.verify, [row for one in waiting for row in one.rows])
         except ConnectionError as error:
@@ -75,17 +75,17 @@ class Together:
 class Verdicts:
     """The verdicts that a workflow asks for in one attempt at a group: one for each completion."""
 
-    def __init__(self, verify: Together) -> None:
+    def __init__(self, verify: BatchedVerifier) -> None:
         self._verify = verify
         self.known: dict[Row, VerifyResult] = {}
 
     async def __call__(self, sample: Sample) -> VerifyResult:
-        """The verdict on the sample as it is now; raises as `Together`."""
+        """The verdict on the sample as it is now. Errors as of `BatchedVerifier`."""
         row = row_of(sample)
         if row in self.known:
             return self.known[row]
         [found] = await self._verify([row])
-        return self.known.setdefault(row, found)  # it may have been asked about twice at once
+        return self.known.setdefault(row, found)  # concurrent calls get the same verdict
 
 
 @dataclass
@@ -102,14 +102,14 @@ class Judge:
     seconds: float = 3600.0  # limit of a call of `function`
 
     def __post_init__(self) -> None:
-        self._together = Together(self.verify)
+        self._batched = BatchedVerifier(self.verify)
 
     def verdicts(self) -> Verdicts:
-        """For an attempt at a group."""
-        return Verdicts(self._together)
+        """New `Verdicts`, for one attempt at a group."""
+        return Verdicts(self._batched)
 
     async def __call__(self, samples: list[Sample], known: Mapping[Row, VerifyResult] = MappingProxyType({})) -> str:
-        """Verify a group, as far as its verdicts are not `known`. Returns why a filter rejects it, or an empty string.
+        """Verify those samples of a group whose verdicts are not `known`. Returns why a filter rejects it, or "".
 
         Raises:
             VerifiersFailed: the verifiers have failed.
@@ -128,7 +128,7 @@ class Judge:
     async def _judge(self, samples: list[Sample], known: Mapping[Row, VerifyResult]) -> None:
         rows = [row_of(sample) for sample in samples]
         missing = [row for row in rows if row not in known]
-        found = iter(await self._together(missing) if missing else ())
+        found = iter(await self._batched(missing) if missing else ())
         for sample, row in zip(samples, rows, strict=True):
             sample.verdict = known[row] if row in known else next(found)
             sample.judged_with = self.judged_with

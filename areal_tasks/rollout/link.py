@@ -43,15 +43,15 @@ class Link:
         self.busy: dict[str, int] = {}  # its requests in flight, by server address, at the last heartbeat
         self.leaving = False  # it gets no more groups, and ends when it has none
         self.retired = False  # the same, and it is stopped for good
-        self.explained = False  # its end is no failure: it left, or had groups in flight
-        self.start: int | None = None  # its start of the spool, once it has recorded something
+        self.explained = False  # its end does not count as a failure: it was asked to end, or had groups in flight
+        self.start: int | None = None  # the number of its start in the spool, once it has recorded something
         self._flow = flow
         self._serving: Serving | None = None  # as the worker last acknowledged it
         self._following = asyncio.Lock()
         self._begin: list[Lease] = []
         self._forget: list[int] = []
         self._has_orders = asyncio.Event()
-        timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends what hangs
+        timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends a worker that hangs
         self._session = aiohttp.ClientSession(
             url,
             headers=access.headers,
@@ -127,7 +127,7 @@ class Link:
         await self._session.close()
 
     async def _keep_session(self) -> None:
-        """Exchange orders and events until the link is closed; begin with the first order again after a loss."""
+        """Exchange orders and events until the link is closed; after a loss, send the first order again."""
         while True:
             try:
                 await self._serve()

@@ -1,4 +1,4 @@
-"""The flow's links to all rollout workers of a run; and which worker generates, or holds in its memory, which group."""
+"""The flow's clients of all rollout workers of a run (links), and which worker generates or holds each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from schemas.manifest import SpoolRecord
 Records = Callable[[Sequence[int]], Sequence[SpoolRecord]]
 
 
-#: Where an assigned group is: a finished one is held until it is written.
+#: The state of an assigned group; a finished one is held in the worker's memory until it is written.
 State = Literal["generating", "verifying", "held"]
 
 
@@ -38,7 +38,7 @@ class Assignment:
 class Assignments:
     """The assignment of each running group, and of each finished one whose rows are not in the store.
 
-    Methods that are called for every group take the time of the groups that they are given, or return.
+    The cost of methods that are called for every group depends only on the groups that they are given, or return.
     """
 
     by_group: dict[int, Assignment] = field(default_factory=dict)
@@ -63,17 +63,17 @@ class Assignments:
             link.give(leases)
 
     def enter(self, group: int, state: State) -> None:
-        """An assigned group is in another state now."""
+        """Note the new state of an assigned group."""
         self._add(group, replace(self.remove(group), state=state))
 
     def end(self, group: int) -> None:
-        """The group's lease is over, if it has one."""
+        """End the group's lease, if it has one, and notify its worker."""
         if group in self:
             assignment = self.remove(group)
             assignment.link.take_back([assignment.number])
 
     def remove(self, group: int) -> Assignment:
-        """The worker has an assigned group no more, and knows it."""
+        """Remove the assignment of a group that its worker no longer has."""
         assignment = self.by_group.pop(group)
         counted = assignment.link, assignment.state
         self._counts[counted] -= 1
@@ -97,9 +97,9 @@ class Assignments:
         return self._counts[link, "generating"] + self._counts[link, "verifying"]
 
     def in_blocks(self, groups: Iterable[int], links: Sequence[Link], size: int) -> dict[Link, list[int]]:
-        """Which of these workers is to begin which groups, so that an iteration's groups are in few parts.
+        """The groups that each of these workers is to begin, such that an iteration's groups are in few parts.
 
-        Groups go to the worker of the group before them, up to `size` consecutive ones, else to the one with the
+        A group goes to the worker of the group before it, up to `size` consecutive ones, else to the one with the
         fewest.
         """
         shares: dict[Link, list[int]] = {}
@@ -134,7 +134,7 @@ class Assignments:
         attempt: int,
         records: Records,
     ) -> list[tuple[Link, Part]]:
-        """Which worker writes which groups: as few parts as possible, each of consecutive groups.
+        """The parts of an iteration and the worker that writes each: as few as possible, each of consecutive groups.
 
         Groups whose rows are in the store, in these `records`, are written by the worker of the groups before them.
         """
@@ -178,17 +178,17 @@ class Links(Followers):
         return [link for link in self.by_start.values() if link.ready and not link.leaving]
 
     def left(self, assigned: Assignments) -> list[Link]:
-        """Links to workers that are leaving, to be started again, and have no group any more."""
+        """Links to workers that are leaving, to be restarted, and have no groups left."""
         leaving = (link for link in self.by_start.values() if link.ready and link.leaving and not link.retired)
         return [link for link in leaving if not assigned.of(link)]
 
     @property
     def starting(self) -> bool:
-        """Whether some worker has not begun yet, and has not failed to."""
+        """Whether a worker is still starting: it has neither become ready nor failed to."""
         return any(not link.tried for link in self.by_start.values())
 
     async def heartbeats(self, assigned: Assignments) -> dict[str, Heartbeat]:
-        """The workers' heartbeats by address: whether they answer, whatever the progress of their groups."""
+        """The workers' heartbeats by address: an answer is one, whatever the progress of the worker's groups."""
         links = list(self.by_start.values())
         found = await asyncio.gather(*(link.heartbeat() for link in links))
         return {

@@ -42,14 +42,14 @@ class Begin(Message):
     tokenizer: str = Field(description="the fast tokenizer as JSON; empty: it is read from the files of `model`")
     server_token: str = Field(description="for requests to the inference servers")
     server_authority: str = Field("", description="see `Access.authority`")
-    patience_seconds: float | None = Field(description="how long to wait while no server is healthy; None: for ever")
+    patience_seconds: float | None = Field(description="wait while no server is healthy; None: without limit")
     serving: Serving
 
 
 class Lease(Message):
-    """A group to generate on servers that hold version `floor`, or a later one. No two leases share a number.
+    """A group to generate on servers that hold version `floor`, or a later one. No two leases have the same number.
 
-    A `suspect` may end the worker: what the worker holds is written to the store before the group begins.
+    A `suspect` may crash the worker, which therefore first writes the finished groups that it holds to the store.
     """
 
     number: int
@@ -66,14 +66,14 @@ class Orders(Message):
 
 
 class OfGroup(Message):
-    """An event of a group, by the lease of this number."""
+    """An event of the group `index`, under the lease `number`."""
 
     number: int
     index: int
 
 
 class Generated(OfGroup):
-    """A group is generated, and the verifiers judge it now."""
+    """A group is generated; the verifiers judge it now."""
 
     kind: Literal["generated"] = "generated"
 
@@ -118,13 +118,13 @@ class Broken(Message):
 
 
 class Leaving(Message):
-    """The worker's memory has passed `rollout.worker_memory_mb`: it wants no more groups, and to end after these."""
+    """The worker's memory exceeds `rollout.worker_memory_mb`: it takes no further groups, and ends after these."""
 
     kind: Literal["leaving"] = "leaving"
 
 
 class Down(Message):
-    """A server has failed."""
+    """An inference server has failed."""
 
     kind: Literal["down"] = "down"
     url: str
@@ -137,7 +137,7 @@ Event = Annotated[
 
 
 class Known(Message):
-    """Asks for news: how many events the flow has received."""
+    """A request for news; `known`: how many events the flow has received."""
 
     known: int
 

@@ -1,4 +1,4 @@
-"""A group's prompt and its workflow's context, which are the same wherever the group is generated."""
+"""A group's prompt and its workflow's context, which do not depend on the worker that generates the group."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
 
-STALE: Final = "stale"  # the kind of groups for which changed settings have no room
-BATCHES = 10  # that filters may reject while none is filled, if the recipe sets no limit
+STALE: Final = "stale"  # the reason of groups for which changed settings have no room
+BATCHES = 10  # so many batches of groups may be rejected before one is filled, if the recipe sets no limit
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Rejections:
         return self._too_many_filtered() if len(self._filtered) >= self.most_filtered else None
 
     def keep(self) -> None:
-        """A finished group was not rejected."""
+        """Count a finished group that was not rejected."""
         self._kept += 1
         if self._kept >= self.limits.groups:
             self._kept = 0
@@ -50,7 +50,7 @@ class Rejections:
 
     @property
     def most_filtered(self) -> int:
-        """The run ends when filters have rejected so many groups while no batch is filled."""
+        """The number of groups that filters may reject before a batch is filled; more end the run."""
         return self.limits.filters.max_rejected or BATCHES * self.limits.groups
 
     def by_filters(self) -> dict[int, RejectedGroup]:
@@ -61,7 +61,7 @@ class Rejections:
         return {index: group for index, group in self.unrecorded.items() if not is_failed(group)}
 
     def record(self, indices: Iterable[int]) -> None:
-        """These groups are recorded."""
+        """Note that these groups are recorded in the spool."""
         for index in indices:
             self.unrecorded.pop(index, None)
 
@@ -71,7 +71,7 @@ class Rejections:
         return {f"rejected_{kind}": float(count) for kind, count in sorted(self._reported.items())}
 
     def committed(self) -> None:
-        """The iteration that read `metrics` has committed them."""
+        """Note that the iteration that read `metrics` has committed them."""
         self.counts, self._reported = self.counts - self._reported, Counter()
 
     def _too_many_failed(self, last: RejectedGroup) -> UserError:

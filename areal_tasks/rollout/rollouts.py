@@ -1,7 +1,7 @@
-"""Has workers generate groups as far ahead as the staleness rule allows, and gives iterations their groups.
+"""Leases groups to rollout workers as far ahead as the staleness rule allows, and gives iterations their groups.
 
-The flow keeps the book: which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and
-hold finished groups, which they write when an iteration takes them or after `rollout.flush_seconds`.
+The flow decides which groups begin, wait, are consumed or rejected. Its rollout workers run the workflows and hold
+finished groups, which they write when an iteration takes them or after `rollout.flush_seconds`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.background import Background
-from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import mean_reward
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.links import Assignments, Links
@@ -43,7 +43,7 @@ from areal_tasks.rollout.orders import (
     Written,
 )  # fmt: skip
 from areal_tasks.rollout.rejections import STALE, Rejections
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.suspects import Suspects
@@ -54,7 +54,7 @@ from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
-#: What the stage that takes groups raises after an attempt failed for another cause than its workflow.
+#: What the stage that takes groups raises after an attempt at a group failed, unless the workflow is the cause.
 ERRORS: Final[Mapping[Cause, Callable[[str], Exception]]] = {
     "servers": ServerDown, "verifiers": VerifiersFailed, "mistake": UserError,
 }  # fmt: skip
@@ -65,10 +65,10 @@ class Rollouts:
     """The groups of one start of a run. Call all methods in the event loop of `client`, which manages the servers.
 
     `order` makes the first order for a worker; `connect` makes the link to the worker at an address. While `held` is
-    set, only groups that `take` waits for begin.
+    set, no groups begin except those that `take` waits for.
     """
 
-    book: Book
+    tracker: GroupTracker
     client: InferenceClient
     order: Callable[[], Begin]
     connect: Callable[[str, Rollouts], Link]
@@ -79,7 +79,9 @@ class Rollouts:
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
     _assigned: Assignments = field(default_factory=Assignments)
-    _waiting: list[int] = field(default_factory=list)  # groups that have begun for the book, and have no worker yet
+    _waiting: list[int] = field(
+        default_factory=list
+    )  # groups that the tracker has admitted, and that have no worker yet
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # ends or repeats the stage that takes groups
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -95,15 +97,15 @@ class Rollouts:
     async def take(self, prefix: str) -> list[Written]:
         """The next iteration's groups, in order, as parts of its tables below `prefix`, as soon as the rule allows it.
 
-        Groups that filters rejected are recorded before: they made room for these groups, and must do so again if the
-        flow is killed.
+        Groups that filters rejected are recorded first: other groups began in their place, which a later start of the
+        flow must know.
 
         Raises:
-            ServerDown: no server is left. The running groups begin again with the next call.
+            ServerDown: no server is healthy. The running groups begin again with the next call.
             VerifiersFailed: the verifiers have failed.
             UserError: the workflow raised it, or too many groups were rejected (`Rejections`).
         """
-        if isinstance(self._failure, ServerDown):  # a server may be back; other failures stay
+        if isinstance(self._failure, ServerDown):  # a server may be healthy again; other failures stay
             self._failure = None
         self._taking = True
         try:
@@ -122,23 +124,23 @@ class Rollouts:
 
     async def _chosen(self) -> list[int]:
         """The next iteration's groups, once the rule allows them and a worker can write them."""
-        while (taken := self.book.take()) is None or not self.links.ready():
+        while (taken := self.tracker.take()) is None or not self.links.ready():
             if self._failure is not None:
                 raise self._failure
             if taken is None and self._is_idle():
-                raise RuntimeError(f"iteration {self.book.next} waits for groups, and none is being generated")
+                raise RuntimeError(f"iteration {self.tracker.next} waits for groups, and none is being generated")
             self._news.clear()
             await self._news.wait()
         return [group.index for group in taken]
 
     def _is_idle(self) -> bool:
-        """Whether nothing is being generated, and nothing is awaited of workers, or of servers that get new weights."""
+        """Whether no group is assigned, all workers are ready, and the servers have weights that are new enough."""
         if self._assigned or not 0 < len(self.links.by_start) == len(self.links.ready()):
             return False
-        return self.client.version is None or self.client.version >= self.book.next - 1
+        return self.client.version is None or self.client.version >= self.tracker.next - 1
 
     async def _written(self, link: Link, part: Part) -> Written | None:
-        """Have a worker write a part; None if some of its groups begin again instead."""
+        """Have a worker write a part; None if that failed and some of its groups begin again."""
         try:
             return await link.write(part)
         except Unavailable:
@@ -155,17 +157,17 @@ class Rollouts:
         return None
 
     def consume(self, indices: Sequence[int]) -> None:
-        """The next iteration has committed these groups."""
+        """Record that the next iteration has committed these groups."""
         self.rejections.committed()
-        self._forget([*indices, *self.book.consume(indices)])
+        self._forget([*indices, *self.tracker.consume(indices)])
         self.begin()
 
-    def follow(self, rule: Staleness, why: str) -> None:
-        """Apply another rule: of the groups that it has no room for, those under way begin again later.
+    def change_rule(self, rule: Staleness, why: str) -> None:
+        """Apply another rule. Running groups for which it has no room begin again later.
 
         Finished ones are rejected as stale; `why` is the reason that is recorded. No iteration may be taking groups.
         """
-        running, finished = self.book.follow(rule)
+        running, finished = self.tracker.change_rule(rule)
         self._forget([*running, *finished])
         for index in finished:
             self._reject(index, f"{STALE}: {why}")
@@ -173,16 +175,16 @@ class Rollouts:
             log.info("%d groups begin again and %d are rejected: %s", len(running), len(finished), why)
         self.begin()
 
-    def adapt(self, limits: Rollout, order: Callable[[], Begin]) -> None:
+    def change_settings(self, limits: Rollout, order: Callable[[], Begin]) -> None:
         """Use these settings from now on."""
         self.limits = self.rejections.limits = limits
-        self.book.pace, self.order = limits.pace, order
+        self.tracker.pace, self.order = limits.pace, order
         self.begin()
 
     def _lose(self, groups: Collection[int]) -> None:
-        """These groups begin again, and no attempt counts as failed."""
+        """Have these groups begin again, without counting a failed attempt."""
         for group in groups:
-            self.book.withdraw(group)
+            self.tracker.withdraw(group)
         self._forget(groups)
         self.begin()
 
@@ -191,13 +193,13 @@ class Rollouts:
         for group in groups:
             self._assigned.end(group)
 
-    async def settled(self) -> tuple[Settled, list[Place]]:
+    async def settled(self) -> tuple[SettledGroups, list[Place]]:
         """Which groups are settled, and where in the spool others are.
 
-        Groups that have failed are recorded with the commit that counts them, just before it: if a mistake of the
-        workflow ends the run, they begin again once it is corrected.
+        Groups that have failed are recorded only now, just before the commit that counts them: if a mistake in the
+        workflow ends the run before, they begin again once it is corrected.
         """
-        settled = self.book.settled
+        settled = self.tracker.settled
         await self._record(lambda: self.rejections.unrecorded)
         return settled, self.spool.places()
 
@@ -222,8 +224,8 @@ class Rollouts:
 
     # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
-        """Use exactly these starts of workers, (address, restart), from now on."""
+    async def use_workers(self, starts: Collection[tuple[str, int]]) -> None:
+        """Use exactly these starts of workers, (address, number of the start), from now on."""
         self.client.followers = self.links
         for start in self.links.by_start.keys() - set(starts):
             link = self.links.by_start.pop(start)
@@ -238,18 +240,18 @@ class Rollouts:
         return await self.links.heartbeats(self._assigned)
 
     def backlog(self) -> Backlog:
-        """The groups that are under way now. May be called from any thread."""
+        """How many groups are under way now, by worker. May be called from any thread."""
         generating, verifying = self._assigned.by_url("generating"), self._assigned.by_url("verifying")
         held = self._assigned.by_url("held")
-        return Backlog(generating, verifying, held, self.book.ready() - held.total(), self.client.capacity)
+        return Backlog(generating, verifying, held, self.tracker.ready() - held.total(), self.client.capacity)
 
     async def explained_ends(self) -> frozenset[tuple[str, int]]:
-        """Starts of workers that have groups in flight, had some when they were lost, or were asked to end."""
+        """Starts of workers whose end is no failure: with groups in flight, now or when lost, or asked to end."""
         links = self.links.by_start.items()
         return frozenset(start for start, link in links if link.explained or self._assigned.running(link))
 
     async def leave(self, starts: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Give these workers no more groups. Returns those that hold none any more."""
+        """Give these workers no further groups. Returns those that no longer hold any."""
         links = {start: link for start in starts if (link := self.links.by_start.get(start)) is not None}
         for link in links.values():
             if not link.retired:
@@ -258,21 +260,21 @@ class Rollouts:
         return [start for start in starts if start not in links or not self._assigned.of(links[start])]
 
     def begun(self, link: Link) -> None:
-        """The worker can be given groups from now on."""
+        """Handle that a worker has begun: it can be given groups from now on."""
         link.explained, link.leaving = False, link.retired
         self._news.set()
         self._background.do(self.links.acknowledged())
         self.begin()
 
     def lost(self, link: Link) -> None:
-        """The worker's groups that are not in the store begin again."""
+        """Handle the loss of a worker: its groups that are not in the store begin again."""
         link.ready = False
         if lost := self._assigned.of(link):
             log.warning("%d groups begin again: the rollout worker at %s was lost", len(lost), link.url)
             self._suspect(link, [group for group in lost if self._assigned.by_group[group].state != "held"])
         for group in lost:
             self._assigned.end(group)
-            self.book.withdraw(group)
+            self.tracker.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
             self._background.store(0.0, lambda: True, lambda: self._close(start), self.end)
@@ -280,7 +282,7 @@ class Rollouts:
         self.begin()
 
     async def _close(self, start: int) -> None:
-        """Close this start of the spool, so that the lost process records nothing more if it still runs."""
+        """Close this start of the spool, so that the lost process can record nothing if it still runs."""
         await asyncio.to_thread(self.spool.close, start)
 
     def received(self, link: Link, event: Event) -> None:
@@ -313,7 +315,7 @@ class Rollouts:
         self.verdicts += event.verdicts
         if isinstance(event, Finished):
             self._assigned.enter(event.index, "held")
-            self.book.finish(event.index, event.version)
+            self.tracker.finish(event.index, event.version)
             self.rejections.keep()
         else:
             self._assigned.end(event.index)
@@ -326,7 +328,7 @@ class Rollouts:
             )
 
     def _spooled(self, link: Link, event: Spooled) -> None:
-        """Groups were written to the store, and the worker no longer holds them."""
+        """Handle that groups were written to the store, and the worker no longer holds them."""
         link.start = event.record.start
         link.take_back(list(event.numbers))
         stored = {group.index for group in event.record.finished}
@@ -336,21 +338,21 @@ class Rollouts:
         self.spool.note(event.record, mine)
 
     def _fail(self, event: Failed) -> None:
-        """Failed servers or verifiers, and a user's mistake, end the stage; a workflow's failure costs an attempt."""
+        """Handle a failed attempt: the workflow's failure counts as an attempt; any other cause ends the stage."""
         self._assigned.end(event.index)
         if event.cause != "workflow":
-            self.book.withdraw(event.index)
+            self.tracker.withdraw(event.index)
             self.end(ERRORS[event.cause](event.reason))
             return
         self.suspects.clear(event.index)
-        attempts = self.book.fail(event.index)
-        level = logging.WARNING if self.book.failures.total() == 1 or self._is_last(attempts) else logging.DEBUG
+        attempts = self.tracker.fail(event.index)
+        level = logging.WARNING if self.tracker.failures.total() == 1 or self._is_last(attempts) else logging.DEBUG
         log.log(level, "group %d, attempt %d: %s", event.index, attempts, event.reason)
         if self._is_last(attempts):
             self._reject(event.index, f"failed: {event.reason}")
 
     def _suspect(self, link: Link, groups: Sequence[int]) -> None:
-        """A worker was lost with these groups in flight; a single one is taken for the cause."""
+        """Suspect groups with which a worker was lost. A single one is counted as the cause."""
         link.explained = bool(groups)
         self.suspects.worker_ended(groups)
         for group in groups:
@@ -358,8 +360,8 @@ class Rollouts:
                 self._reject(group, f"failed: its rollout worker ended {ends} times while it generated only this group")
 
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
-        """A group will not be trained on."""
-        self.book.reject(index)
+        """Reject a group: it will not be trained on."""
+        self.tracker.reject(index)
         self.suspects.clear(index)
         failure = self.rejections.add(RejectedGroup(index=index, reason=reason, reward=reward))
         self._failure = self._failure or failure
@@ -373,7 +375,7 @@ class Rollouts:
         self._news.set()
 
     def begin(self) -> None:
-        """Lease as many groups as the rule admits; none while new workers start, or while `held` if no stage waits."""
+        """Lease as many groups as the rule admits; none while workers start, or while `held` and no stage waits."""
         for link in self.links.left(self._assigned):
             self._background.do(link.end())
         links, held = self.links.ready(), self.held.is_set()
@@ -381,33 +383,33 @@ class Rollouts:
             return
         if held and not self._taking:
             return
-        running = self.book.running.of
+        running = self.tracker.running.of
         most = self.client.capacity - (len(running) - self._assigned.by_url("verifying").total())
         self._waiting = [group for group in self._waiting if group in running]
-        self._waiting += self.book.lease(version, min(most, self.book.short()) if held else most)
+        self._waiting += self.tracker.lease(version, min(most, self.tracker.short()) if held else most)
         if self._waiting:
             self._give(links)
 
     def _give(self, links: Sequence[Link]) -> None:
-        """Assign groups that wait for a worker, as far as suspects permit it."""
+        """Assign groups that wait for a worker; suspects only to workers without other groups."""
         by_group = self._assigned.by_group
         running = {link: self._assigned.running(link) for link in links}
-        suspecting = {by_group[group].link for group in self.suspects.together if group in by_group}
+        suspecting = {by_group[group].link for group in self.suspects.at_once if group in by_group}
         shares, free = self.suspects.place(self._waiting, running, suspecting)
-        size = -(-min(self.client.capacity, self.book.rule.batch(self.book.next)) // len(links))
+        size = -(-min(self.client.capacity, self.tracker.rule.batch(self.tracker.next)) // len(links))
         others = (group for group in self._waiting if group not in self.suspects)
         for link, groups in [*shares.items(), *self._assigned.in_blocks(others, free, max(size, 1)).items()]:
-            floors = {group: self.book.running.of[group] for group in groups}
+            floors = {group: self.tracker.running.of[group] for group in groups}
             self._assigned.give(link, floors, suspect=link in shares)
         self._waiting = [group for group in self._waiting if group not in by_group]
 
 
-def recover(book: Book, spool: Spool) -> list[RejectedGroup]:
-    """Enter into the book what earlier starts of the flow left in the spool. Returns the groups that they rejected."""
-    waiting, rejected = spool.recover(book.settled)
+def recover(tracker: GroupTracker, spool: Spool) -> list[RejectedGroup]:
+    """Give the tracker what earlier starts of the flow left in the spool. Returns the groups that they rejected."""
+    waiting, rejected = spool.recover(tracker.settled)
     for group in rejected:
-        book.reject(group.index)
-    kept = book.restore(waiting)
+        tracker.reject(group.index)
+    kept = tracker.restore(waiting)
     spool.forget({group.index for group in waiting} - {group.index for group in kept})
     if waiting:
         log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), len(kept))

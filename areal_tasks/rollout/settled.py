@@ -1,6 +1,6 @@
-"""Which groups of a run are settled: consumed by an iteration, or rejected for good. All others are still to come.
+"""Which groups of a run are settled: consumed by an iteration, or rejected for good. All others are still needed.
 
-Group i is prompt position i of the run, so this is the run's whole position in its data.
+Group i is prompt position i of the run, so the settled groups are the run's position in its data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from schemas.manifest import IterationCommit
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledGroups:
     """All groups below `prefix`, and those in `beyond`, none of which is below it or adjacent to it."""
 
     prefix: int = 0
@@ -23,21 +23,21 @@ class Settled:
     def __contains__(self, index: int) -> bool:
         return index < self.prefix or index in self.beyond
 
-    def add(self, indices: Iterable[int]) -> Settled:
-        """With these groups settled as well."""
+    def add(self, indices: Iterable[int]) -> SettledGroups:
+        """A copy in which these groups are settled, too."""
         beyond = set(self.beyond).union(index for index in indices if index >= self.prefix)
         prefix = self.prefix
         while prefix in beyond:
             beyond.remove(prefix)
             prefix += 1
-        return Settled(prefix, frozenset(beyond))
+        return SettledGroups(prefix, frozenset(beyond))
 
-    def without(self, others: Settled) -> Iterator[int]:
+    def without(self, others: SettledGroups) -> Iterator[int]:
         """The groups that are settled in `self` and not in `others`, lowest first."""
         return (i for i in chain(range(others.prefix, self.prefix), sorted(self.beyond)) if i not in others)
 
 
-def settled_after(head: IterationCommit | None) -> Settled:
+def settled_after(head: IterationCommit | None) -> SettledGroups:
     """The groups that are settled after a commit; none before the first."""
     state: Mapping[str, Any] = head.state if head else {}
-    return Settled(int(state.get("next_group", 0)), frozenset(state.get("settled", ())))
+    return SettledGroups(int(state.get("next_group", 0)), frozenset(state.get("settled", ())))

@@ -1,4 +1,4 @@
-"""The spool: finished groups that wait in the store for their iteration, and survive the flow.
+"""The spool: finished groups that wait in the store for their iteration, where they survive a crash of the flow.
 
 A group that is taken soon is written once, with its iteration. One that has waited for `rollout.flush_seconds` is
 written to the spool, where any worker and a later start of the flow can read it.
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.rollout.judging import judged_table
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.staleness import Finished
 from areal_tasks.store import paths, spool
 from areal_tasks.store.backend import Store
@@ -29,14 +29,14 @@ from schemas.tables import TABLES
 
 log = logging.getLogger(__name__)
 
-#: Of a record in the spool: the number of its start, and its own within that.
+#: The place of a record in the spool: the number of the worker start that wrote it, and its number within that.
 Place = tuple[int, int]
 NOTHING_SPOOLED: Final[Sequence[Place]] = [(0, 0)]
 
 
 @dataclass
 class Writer:
-    """Writes the records of one start of the spool; the first opens it. `made_with`: see `SpoolRecord`."""
+    """Writes the records of one worker start; the first write claims its number. `made_with`: see `SpoolRecord`."""
 
     store: Store
     run: str
@@ -49,10 +49,10 @@ class Writer:
     ) -> list[SpoolRecord]:
         """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
 
-        Returns the records: also an earlier one that the store took, but whose confirmation was lost.
+        Returns the new record, preceded by an earlier one that the store accepted although its answer was lost.
 
         Raises:
-            StartClosed: a later start has taken over.
+            StartClosed: a later process has closed this start.
         """
         if self.next is None:
             self.next = (spool.open_start(self.store, self.run, self.owner, self.made_with), 1)
@@ -62,7 +62,7 @@ class Writer:
         tables = {name: write_table(self.store, prefix, name, table) for name, table in tables_of(samples).items()}
         groups = tuple(_spooled(index, version, group) for index, (version, group) in finished.items())
         written: list[SpoolRecord] = []
-        for place in count(n):  # an unconfirmed put may have left an earlier attempt at this place
+        for place in count(n):  # a put whose answer was lost may have left an earlier attempt at this place
             record = spool.append_groups(
                 self.store, self.run, start, place, self.owner, attempt=attempt, finished=groups,
                 rejected=tuple(rejected), tables=tables,
@@ -76,9 +76,9 @@ class Writer:
 
 @dataclass
 class Spool:
-    """The groups that wait in the store, from any start, and where a later start of the flow finds them.
+    """The groups that wait in the store, from any worker start, and where a later start of the flow finds them.
 
-    `first`: for each start, as of the last commit, the first record that may name an unsettled group. Starts
+    `first`: for each worker start, as of the last commit, the first record that may name an unsettled group. Starts
     below the lowest of these have none, and starts not listed are read from their beginning.
     """
 
@@ -92,7 +92,7 @@ class Spool:
     _closed: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def recover(self, settled: Settled) -> tuple[list[Finished], list[RejectedGroup]]:
+    def recover(self, settled: SettledGroups) -> tuple[list[Finished], list[RejectedGroup]]:
         """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected."""
         waiting: dict[int, Finished] = {}
         rejected: list[RejectedGroup] = []
@@ -107,7 +107,7 @@ class Spool:
         return list(waiting.values()), [group for group in rejected if group.index not in waiting]
 
     def close(self, start: int, first: int = 0) -> list[SpoolRecord]:
-        """Close a start. Returns its records from `first` on that can be used: none if its settings were different."""
+        """Close a start. Returns its records from `first` on; none if its groups were made with other settings."""
         records = spool.close_start(self.store, self.run, start, self.owner, first)
         with self._lock:
             self._ends[start] = records[-1].n
@@ -119,7 +119,7 @@ class Spool:
         return []
 
     def note(self, record: SpoolRecord, groups: Iterable[int]) -> None:
-        """These groups of a record are not settled, and no worker holds them."""
+        """Note these groups of a record: they are not settled, and no worker holds them."""
         with self._lock:
             self._held |= dict.fromkeys(groups, record)
             if record.start not in self._closed:
@@ -137,7 +137,7 @@ class Spool:
         return [narrowed(self._held[groups[0]], groups) for groups in places.values()]
 
     def forget(self, indices: Iterable[int]) -> None:
-        """These groups are settled."""
+        """Forget these groups: they are settled, or begin again."""
         with self._lock:
             for index in indices:
                 self._held.pop(index, None)

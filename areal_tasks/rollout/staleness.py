@@ -33,19 +33,19 @@ class Finished:
 
 @dataclass
 class Versions:
-    """Groups with a version each, and how many groups have which version."""
+    """The version of each of some groups (`of`), and the number of groups by version (`counts`)."""
 
     of: dict[int, int] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: int, version: int) -> None:
-        """A group, or another version of it."""
+        """Add a group, or replace its version."""
         self.remove(group)
         self.of[group] = version
         self.counts[version] += 1
 
     def remove(self, group: int) -> None:
-        """Without this group, if it is one of them."""
+        """Remove the group, if it is one of them."""
         if (version := self.of.pop(group, None)) is not None:
             self.counts[version] -= 1
             if not self.counts[version]:
@@ -75,7 +75,7 @@ class Staleness:
         return self._deadlines[version]
 
     def capacity(self, k: int, j: int) -> int:
-        """Groups that iterations k … j take together."""
+        """The number of groups that iterations k … j take in total."""
         return sum(map(self.batch, range(k, j + 1)))
 
     def holds(self, k: int, live: Mapping[int, int]) -> bool:
@@ -107,7 +107,7 @@ class Staleness:
         return [Finished(*group) for group in sorted(ordered[: self.batch(k)])]
 
     def _left(self, k: int, finished: Mapping[int, int]) -> Counter[int]:
-        """Of finished groups by version, those that are left once iteration k has taken those due first."""
+        """The numbers of finished groups by version after iteration k has taken those with the earliest deadlines."""
         left, to_take = Counter(finished), self.batch(k)
         for version in sorted(finished, key=self.deadline):
             taken = min(to_take, left[version])
@@ -115,7 +115,7 @@ class Staleness:
         return +left
 
     def _counts(self, versions: Mapping[int, int]) -> Counter[int]:
-        """Groups by deadline."""
+        """The number of groups by deadline."""
         counts = Counter[int]()
         for version, number in versions.items():
             counts[self.deadline(version)] += number

@@ -23,8 +23,8 @@ def advantage(recipe: RlhfRecipe) -> Stage:
     """Per token `advantages` and `returns`; per sample the shaped reward and whether it is trained on.
 
     KL in the reward uses the trainer's logprobs of the policy that the iteration begins with, as for the reference. The
-    servers' logprobs replace them only where both run the same code with the same weights; elsewhere their rounding,
-    or the age of their weights, would be penalised.
+    servers' logprobs replace them only if both run the same code with the same weights: otherwise differences in
+    rounding, or older weights, would be penalised.
     """
     penalty = _penalty_columns(recipe) if recipe.algorithm.kl == "reward" else ()
     return Stage(
@@ -54,6 +54,7 @@ def _penalty_columns(recipe: RlhfRecipe) -> tuple[str, ...]:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Computes the table `advantage`; metric `kept`: the share of samples that are trained on."""
     recipe = context.recipe
     assert isinstance(recipe, RlhfRecipe)
     read = {table: inputs.read(context, table) for table in tables_of(inputs.reads)}

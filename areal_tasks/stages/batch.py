@@ -26,6 +26,7 @@ def batch(recipe: SftRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Takes the next demonstrations in data order, and tokenises them."""
     recipe = context.recipe
     assert isinstance(recipe, SftRecipe)
     prompts = inputs.read(context, "prompts")

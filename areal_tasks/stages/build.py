@@ -1,6 +1,6 @@
 """Builds one stage of one iteration: reuses what is committed under its key, or runs the stage and commits the result.
 
-Resume and replay consist of this alone: earlier results are found by their keys, in this run or in the run that is
+Resume and replay need nothing else: they find earlier results by their keys, in this run or in the run that is
 replayed.
 """
 
@@ -108,9 +108,9 @@ def _beginning(context: Context) -> IterationCommit | None:
 
 
 def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | None) -> str:
-    """The digest of the stage, the recipe fields it reads, its inputs' content, the state it carries, and predecessor.
+    """The digest of the stage, the recipe fields it reads, its inputs' content, its carried state, and `predecessor`.
 
-    `predecessor`: the digest of what precedes a source stage; none for other stages.
+    `predecessor`: the digest of what precedes a source stage; None for other stages.
     """
     digests = [inputs.ref(table).digest for table in stage.inputs]
     return stage_key(
@@ -124,9 +124,9 @@ def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | No
 
 
 def _predecessors(stage: Stage, context: Context) -> Sequence[str | None]:
-    """What the stage's key names as its predecessor; then what it named in earlier versions of the code, if another.
+    """The predecessor in the stage's key; then that in keys of earlier program versions, if it differs.
 
-    A flow that goes on with a run may find a result of an earlier version in its first iteration, and in no later one.
+    A resumed run may have a result of an earlier version in its first iteration, and in no later one.
     """
     if not stage.source:
         return [None]
@@ -167,7 +167,7 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
     path = manifest_path(manifest)
     winner, mine = commit_once(context.store, path, manifest)
     if not mine and stage.kind is Kind.TRAIN_STEP:
-        context.engines.actor.drop()  # it holds this attempt's policy, not the committed one
+        context.engines.actor.discard_policy()  # it holds this attempt's policy, not the committed one
     if not mine and stage.on_reuse is not None:
         stage.on_reuse(context, inputs, winner)
     return Built(winner, stage_ref(path, winner), reused=not mine)

@@ -1,4 +1,4 @@
-"""Puts the changes of a run's recipe that `arealflow set` asks for into force."""
+"""Applies the changes of a run's recipe that `arealflow set` requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class Changes:
-    """`check` raises UserError for a recipe that the services of the run cannot change to."""
+    """`check` raises UserError for a recipe to which the run's services cannot change."""
 
     def __init__(self, check: Callable[[Recipe], None]) -> None:
         self._check = check
-        self._refused = 0  # number of the last change that cannot be put into force
+        self._refused = 0  # number of the last change that could not be applied
 
     def apply(self, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
-        """The run and its newest recipe with the changes that wait, in force from iteration `first` on."""
+        """The run and its newest recipe with all pending changes, in force from iteration `first` on."""
         for change in pending_changes(run.store, run.name, run.segments):
             if change.n > self._refused:
                 run, recipe = self._apply(change, run, recipe, first)
@@ -48,7 +48,7 @@ class Changes:
 
 
 def note(run: Run, action: str, change: Change, details: Details) -> None:
-    """Write to the run's log what became of a change."""
+    """Write to the run's log whether a change was applied."""
     asked: dict[str, Any] = {
         "owner": run.owner,
         "change": change.n,

@@ -1,6 +1,6 @@
-"""Checkpoints, as rare as possible while retraining after one takes no longer than the recipe allows.
+"""Checkpoints, as rare as possible such that retraining after one takes no longer than the recipe allows.
 
-After a restart the weights in force are the committed ones, or new ones if retraining does not reproduce them.
+After a restart the servers get the committed weights, or new ones if retraining does not reproduce these.
 """
 
 from __future__ import annotations

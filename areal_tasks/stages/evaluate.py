@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rewards.load import verifier_version
-from areal_tasks.rollout.judging import Together, Verdicts
+from areal_tasks.rollout.judging import BatchedVerifier, Verdicts
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
 from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, sizes_of
@@ -45,6 +45,7 @@ def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Generates completions (or takes the replayed run's), judges them, and computes accuracy and reward."""
     recipe = context.recipe
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     label = f"evaluate version {context.weights.version}"
@@ -78,7 +79,7 @@ def generated_by(client: InferenceClient, context: Context, inputs: Inputs, labe
     prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
     settings = workflow_context(recipe, sampling, sampling.samples, client, engines.tokenizer)
     if judges_groups(recipe):
-        settings = replace(settings, verify=Verdicts(Together(engines.verifiers.verify)))
+        settings = replace(settings, verify=Verdicts(BatchedVerifier(engines.verifiers.verify)))
     workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
     isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
     done: list[Prompt] = []
@@ -98,8 +99,8 @@ async def run_groups(
 ) -> list[Sample]:
     """The samples of all groups, in the order of the prompts; `report` is called for each finished group.
 
-    A group that fails or blocks ends all others; so does a time of `seconds` in which none finishes. (How long a group
-    waits for a free server is not limited.)
+    A group that fails or blocks ends all others, and so do `seconds` without a finished group. (How long a group waits
+    for a free server is not limited.)
     """
 
     async def group(prompt: Prompt) -> list[Sample]:
@@ -115,7 +116,7 @@ async def run_groups(
     finally:
         for task in groups:
             task.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)  # the thread ends after it has handled this
+        await asyncio.gather(*groups, return_exceptions=True)  # the thread ends after its groups
         workflow.close()
 
 

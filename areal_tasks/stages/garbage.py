@@ -1,4 +1,4 @@
-"""Python's garbage collector while a run's iterations go on."""
+"""Python's garbage collector during a run's iterations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-#: More objects than the answers in flight consist of: each sample has lists with an element per token.
+#: More than the number of objects in all answers in flight: each sample has lists with an element per token.
 YOUNG_OBJECTS: Final = 50_000
 
 

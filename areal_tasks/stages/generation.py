@@ -18,8 +18,8 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.servers import Servers
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.filters import kind_of
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import judged_with
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Begin
@@ -83,7 +83,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 class Generation:
     """The groups of one start of a run's flow, from the iteration after `head` to the `last`.
 
-    It generates nothing before the first `take`, and may generate until `close`.
+    Nothing is generated before the first `take` or after `close`.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class Generation:
         self._recipe_at = recipe_at
         self._last = last
         self._first = head.iteration + 1 if head else 0
-        self.book = Book(self._rule(self._first), self._first, settled_after(head))
-        self._spooled = spooled_after(head) if head and head.run == run.name else NOTHING_SPOOLED  # a child has its own
+        self.tracker = GroupTracker(self._rule(self._first), self._first, settled_after(head))
+        # a derived run has a spool of its own
+        self._spooled = spooled_after(head) if head and head.run == run.name else NOTHING_SPOOLED
         self._held = threading.Event()
         self._recipe: Recipe | None = None
         self._made_with = ""  # the groups in progress
@@ -107,17 +108,17 @@ class Generation:
         The workers write them below `prefix`. The metrics include the groups rejected since the last iteration.
 
         Raises:
-            UserError: the servers hold other weights than the iteration begins with, too many samples could not be
-                verified, or see `Rollouts.take`.
+            UserError: the servers hold other weights than the iteration begins with, or too many samples could not be
+                verified. Other errors as of `Rollouts.take`.
         """
-        eta = self.book.rule.eta(context.iteration)
+        eta = self.tracker.rule.eta(context.iteration)
         lag = context.iteration if eta else 0  # if they lag, the rule does not let groups begin that would be too old
         check_versions(self._servers.inference(waits=eta == 0), context.iteration, lag)
         rollouts = self._following(context, inputs)
-        wanted, size = self.book.rule.batch(context.iteration), rollouts.limits.group_size
+        wanted, size = self.tracker.rule.batch(context.iteration), rollouts.limits.group_size
 
         def count() -> tuple[int, int]:
-            return min(self.book.ready(), wanted) * size, wanted * size
+            return min(self.tracker.ready(), wanted) * size, wanted * size
 
         with reported(f"rollout {context.iteration}", "samples", count):
             parts = self._servers.call(rollouts.take(prefix), generates=rollouts.client)
@@ -127,16 +128,16 @@ class Generation:
         return Output(tables, sizes | rollouts.rejections.metrics())
 
     def consume(self, taken: Sequence[int]) -> None:
-        """The iteration's rollout is committed: the groups `taken` are settled, whichever process generated them."""
+        """Settle the groups `taken`: the iteration's rollout, which may be of an earlier start, is committed."""
         if self._rollouts is None:
-            self.book.consume(taken)
+            self.tracker.consume(taken)
         else:
             self._servers.call(_in_loop(partial(self._rollouts.consume, taken)))
 
     def hold(self, held: bool) -> None:
         """While `held`, begin only groups that a running stage waits for; write finished ones to the store.
 
-        May be called from any thread. Does not wait long for the store: writes that fail are retried later.
+        May be called from any thread. Waits only briefly for the store: writes that fail are retried later.
         """
         (self._held.set if held else self._held.clear)()
         if self._rollouts is None:
@@ -157,16 +158,16 @@ class Generation:
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def recipes_have_changed(self, first: int) -> None:
-        """The recipes of the iterations from `first` on are others now. No iteration may be taking groups."""
+        """Apply the changed recipes of the iterations from `first` on. No iteration may be taking groups."""
         rule, why = self._rule(first), f"too old or too many for what is in force from iteration {first} on"
         if self._rollouts is None:
-            self.book.rule = rule
+            self.tracker.rule = rule
         else:
-            self._servers.call(_in_loop(partial(self._rollouts.follow, rule, why)))
+            self._servers.call(_in_loop(partial(self._rollouts.change_rule, rule, why)))
 
     def state(self) -> dict[str, Any]:
-        """The groups after an iteration, as its commit records them: settled ones, and places of others in spool."""
-        settled, places = self.book.settled, self._spooled
+        """The groups after an iteration, as its commit records them: settled ones, and the spool's places of others."""
+        settled, places = self.tracker.settled, self._spooled
         if self._rollouts is not None:
             settled, places = self._servers.call(self._rollouts.settled())
         beyond = {"settled": sorted(settled.beyond)} if settled.beyond else {}
@@ -174,7 +175,7 @@ class Generation:
         return {"next_group": settled.prefix} | beyond | spooled
 
     def _following(self, context: Context, inputs: Inputs) -> Rollouts:
-        """The groups in progress; starts over if those of this iteration are made with other settings, in a replay."""
+        """The groups in progress. Starts over if this iteration's settings make other groups, as in a replay."""
         recipe = context.recipe
         assert isinstance(recipe, RlhfRecipe)
         kind = made_with(recipe, inputs.ref("prompts").digest)
@@ -185,18 +186,18 @@ class Generation:
             self._servers.workers.serve(self._rollouts)
         elif self._recipe != recipe:
             order = order_of(context, recipe, inputs.ref("prompts"), kind)
-            self._servers.call(_in_loop(partial(self._rollouts.adapt, recipe.rollout, order)))
+            self._servers.call(_in_loop(partial(self._rollouts.change_settings, recipe.rollout, order)))
         self._recipe = recipe
         return self._rollouts
 
     def _new(self, context: Context, inputs: Inputs) -> Rollouts:
         recipe, run = context.recipe, self._run
         assert isinstance(recipe, RlhfRecipe)
-        self.book.rule, self.book.pace = self._rule(context.iteration), recipe.rollout.pace
+        self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
-        rejected = recover(self.book, spool)
+        rejected = recover(self.tracker, spool)
         rollouts = Rollouts(
-            book=self.book,
+            tracker=self.tracker,
             client=context.engines.servers.inference(waits=False),
             order=order_of(context, recipe, inputs.ref("prompts"), self._made_with),
             connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
@@ -224,11 +225,12 @@ async def _in_loop(action: Callable[[], None]) -> None:
 
 
 def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with: str) -> Callable[[], Begin]:
-    """Makes the first order for a rollout worker."""
+    """A function that makes the first order for a rollout worker."""
     engines, client = context.engines, context.engines.servers.inference(waits=False)
     detokenizer = engines.ends.detokenizer
 
     def order() -> Begin:
+        """The first order with the servers that may generate now."""
         assert engines.initial is not None, "there are servers"
         return Begin(
             recipe=recipe.model_dump(mode="json"),
@@ -249,7 +251,7 @@ def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with:
 
 
 def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
-    """The table that consists of these parts, in order. The digest of a single part is known from its writer."""
+    """The table that consists of these parts, in order. Computes its digest, except for a single part."""
     if len(parts) == 1:
         return parts[0]
     table = TableRef(name=parts[0].name, digest="", shards=tuple(shard for part in parts for shard in part.shards))
@@ -274,9 +276,9 @@ def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:
 
 
 def made_with(recipe: RlhfRecipe, prompts: str) -> str:
-    """Digest of what determines a group's content, besides the weights; `prompts`: digest of the table.
+    """Digest of what determines a group's content, except the weights; `prompts`: digest of that table.
 
-    If groups are judged, also of what determines their verdicts, and whether they are rejected.
+    If groups are judged, it covers what determines their verdicts and rejections, too.
     """
     judged = [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if judges_groups(recipe) else []
     return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *judged])
@@ -285,7 +287,7 @@ def made_with(recipe: RlhfRecipe, prompts: str) -> str:
 def spooled_after(head: IterationCommit) -> Sequence[Place]:
     """Where in the spool groups may be that are not settled after a commit; see `Spool.first`.
 
-    Commits of versions without rollout workers name one record only: their starts were sequential.
+    Commits of earlier program versions, without rollout workers, name only one record: their starts were sequential.
     """
     places = head.state.get("spool", NOTHING_SPOOLED)
     pairs = places if isinstance(places[0], (list, tuple)) else [places]

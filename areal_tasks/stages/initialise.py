@@ -32,6 +32,7 @@ def initialise(recipe: Recipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Writes the initial weights, or references those of another run, and commits them as version 0."""
     name, attempt, started = context.run.name, new_attempt(), now()
     into = weights_attempt(name, 0, attempt)
     with tempfile.TemporaryDirectory() as scratch:

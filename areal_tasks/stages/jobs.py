@@ -1,4 +1,4 @@
-"""Jobs: stages of an iteration with everything that they need, which the flow runs as tasks; and their results."""
+"""Jobs, which are stages of an iteration with everything that they need; the flow runs them as tasks. Their results."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def run_directly(jobs: Sequence[Job]) -> list[Built]:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """A committed iteration and its results by stage (by label for a second evaluation)."""
+    """A committed iteration and its results by stage; those of an earlier iteration by label."""
 
     iteration: int
     of: int
     built: Mapping[str, Built]
     seconds: float
-    eta: int = 0  # rollout.max_head_offpolicyness in force in it
+    eta: int = 0  # rollout.max_head_offpolicyness in this iteration
 
     @property
     def news(self) -> dict[str, Built]:
-        """Those that no commit has named before: of this iteration, or late ones, with a label, of an earlier one."""
+        """Results that no earlier commit names: those of this iteration, and late ones (labelled) of an earlier one."""
         found = self.built.items()
         return {label: one for label, one in found if " " in label or one.manifest.iteration == self.iteration}
 

@@ -42,7 +42,7 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe
 log = logging.getLogger(__name__)
 
 UNTRACKED = ("scalars",)  # built with the commit: a task run would cost more than the stage
-#: For what was begun ahead, before the servers end: the worker kills a flow 7 s after asking it to end.
+#: Wait for stages that were begun ahead, before the servers end: the worker kills a flow 7 s after asking it to end.
 END_SECONDS: Final = 2.0
 
 
@@ -50,7 +50,7 @@ END_SECONDS: Final = 2.0
 class Loop:
     """A run's iterations from the first that is not committed to the last.
 
-    `recipe` is the newest one of the run: changes that `arealflow set` asks for replace it. They are in force from the
+    `recipe` is the newest one of the run: changes that `arealflow set` requests replace it. They are in force from the
     iteration after the next, since the next one may have taken its groups.
     """
 
@@ -142,7 +142,7 @@ class Loop:
         finally:
             if self.generation is not None:
                 self.generation.close()
-            if self._ahead is not None:  # another error ended the run; what takes groups ends with generation
+            if self._ahead is not None:  # another error ended the run; a stage that takes groups ends with generation
                 wait([self._ahead], END_SECONDS)
 
     def _begin(self) -> dict[str, Built]:
@@ -197,9 +197,9 @@ class Loop:
         return built
 
     def _begin_ahead(self, k: int, once: Mapping[str, Built], built: Mapping[str, Built]) -> None:
-        """Begin what iteration `k` does before it needs the trainer, in a thread: the one before has `built` its own.
+        """Begin, in a thread, the stages of iteration `k` that need no trainer. `built`: those of the previous one.
 
-        Not where another recipe is in force from `k` on, since servers and workers change before it.
+        Nothing is begun if another recipe is in force from `k` on, since servers and workers change before it.
         """
         if k >= self.last or not self._overlaps(k) or self.recipe_at(k) is not self.recipe_at(k - 1):
             return
@@ -207,6 +207,7 @@ class Loop:
         context = replace(self._context(k), uncommitted={name: one.ref for name, one in built.items()})
 
         def work() -> tuple[dict[str, Built], list[int]]:
+            """The stages built so far, and the groups that the iteration takes."""
             found = dict(once)
             for level in plan.levels():
                 possible = [s for s in level if s.ahead or (s.kind is Kind.PURE and not s.once)]
@@ -217,7 +218,7 @@ class Loop:
         self._ahead = in_background(partial(copy_context().run, work), "ahead")
 
     def _take_ahead(self, k: int) -> dict[str, Built]:
-        """Wait for what was begun of iteration `k` while the one before trained. Raises what it raised."""
+        """The stages of iteration `k` that were begun while the previous one trained. Raises what they raised."""
         work, self._ahead = self._ahead, None
         if work is None:
             return {}
@@ -226,12 +227,12 @@ class Loop:
         return found
 
     def _consume(self, k: int, groups: Sequence[int]) -> None:
-        """Iteration `k` has taken these groups, and the one before is committed without them."""
+        """Record that iteration `k` has taken these groups; the previous one is committed without them."""
         assert self.generation is not None
         self.generation.consume(groups)
 
     def _apply_changes(self, first: int) -> None:
-        """Put the changes that were asked for since the last look into force from iteration `first` on.
+        """Apply the pending changes of the recipe from iteration `first` on.
 
         No iteration may be taking groups, or have taken some that do not count as consumed.
         """
@@ -253,7 +254,7 @@ class Loop:
         return recipe.rollout.max_head_offpolicyness if isinstance(recipe, RlhfRecipe) else 0
 
     def _overlapped_stages(self, k: int) -> frozenset[str]:
-        """The stages of iteration `k` that its others do not wait for. The last iteration waits for publication."""
+        """The stages of iteration `k` for which its others do not wait. The last iteration waits for publication."""
         if not self._overlaps(k):
             return frozenset()
         return frozenset({"evaluate"} if k == self.last - 1 else {"evaluate", "publish"})
@@ -276,7 +277,7 @@ class Loop:
         return before is after and not evaluates(after, k + 1)  # type: ignore[arg-type]
 
     def _missing_evaluation(self, once: Mapping[str, Built]) -> Job | None:
-        """The evaluation that was under way at the last commit, which no commit names. That of a parent is its own."""
+        """The evaluation that was in progress at the last commit of this run, which no commit names."""
         head, initial = self.head, self.engines.initial
         if head is None or head.run != self.run.name or (k := pending_evaluation(head)) is None or initial is None:
             return None
@@ -288,7 +289,7 @@ class Loop:
         return self._job("evaluate", self.plan(k), replace(context, weights_held=weights, held=held), once)
 
     def _labelled(self, job: Job | None) -> Results:
-        """Run a job of an iteration before; its result has its label, since this iteration has such a stage, too."""
+        """Run a job of an earlier iteration. Its result has its label: this iteration may have such a stage, too."""
         return {} if job is None else {job.label: self.execute([job])[0]}
 
     def _publish_late(self) -> Results:
@@ -358,7 +359,7 @@ class Loop:
         self.head, self.restored, self._digest = self.run.commit_iteration(commit), None, ""
 
     def _state(self, context: Context, seconds: float) -> dict[str, Any]:
-        """What the commit carries on: groups, seconds of training since the checkpoint, the evaluation under way.
+        """The state in the commit: groups, seconds of training since the checkpoint, the evaluation in progress.
 
         Also how metrics and weights that were retrained during the iteration compare with the committed ones.
         """

@@ -1,7 +1,6 @@
-"""What is under way while a run's iterations go on: a publication, and the evaluation of a version that servers have.
+"""What runs concurrently with iterations: a publication, and the evaluation of a version that servers hold.
 
-There is at most one of each. A publication is waited for before the next one, and an evaluation before the next one;
-what has ended is named by the next commit.
+There is at most one of each: the next one waits for the previous one. The next commit names what has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Evaluation:
 
 
 class Overlap:
-    """`execute` runs jobs; it is called in other threads."""
+    """The publication and the evaluation in progress. `execute` runs jobs; it is called in other threads."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
@@ -46,25 +45,25 @@ class Overlap:
     def begin(self, publish: Callable[[], Results], evaluation: Job | None, several: bool) -> None:
         """Begin `publish`, and then the evaluation of the version that it gives the servers.
 
-        If they are `several`, and the store has that version, one of them is held for the evaluation.
+        If there are `several` servers, and the store has that version, one of them is held for the evaluation.
         """
         assert self._publication is None and None in (evaluation, self._evaluation), "one of each at a time"
 
         def work() -> Results:
             published = publish()
             if evaluation is not None:
-                self._evaluate(apart(evaluation, published) if several else evaluation)
+                self._evaluate(on_own_server(evaluation, published) if several else evaluation)
             return published
 
-        self._publication = begun(work, "publication")
+        self._publication = in_thread(work, "publication")
 
     def _evaluate(self, job: Job) -> None:
-        self._evaluation = Evaluation(job, begun(lambda: self._execute([job])[0], job.label))
+        self._evaluation = Evaluation(job, in_thread(lambda: self._execute([job])[0], job.label))
 
     def take(self, evaluation: bool) -> dict[str, Built]:
-        """Wait for the publication, and return its results; those of the evaluation, too, if it has ended.
+        """The results of the publication, which this waits for, and those of the evaluation if it has ended.
 
-        It is waited for if `evaluation` says so, or if it keeps weights from the servers. Raises what they raised.
+        Waits for the evaluation if `evaluation` is true, or if it uses all servers. Raises what they raised.
         """
         publication, self._publication = self._publication, None
         found = dict(publication.result()) if publication is not None else {}
@@ -81,13 +80,13 @@ class Overlap:
             wait([self._publication])
 
 
-def apart(job: Job, published: Results) -> Job:
+def on_own_server(job: Job, published: Results) -> Job:
     """The evaluation, on a server of its own if the store has the weights, which may have been `published` just now."""
     context = job.context
     ref = published_late(context.store, published.values(), context.iteration) or context.weights
     return replace(job, context=replace(context, held=ref)) if ref.written else job
 
 
-def begun(work: Callable[[], T], name: str) -> Future[T]:
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """`work` in a thread of that name, in a copy of the caller's context."""
     return in_background(partial(copy_context().run, work), name)

@@ -20,14 +20,17 @@ class PlanError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of one iteration in order, and for each the stages it waits for."""
+    """The stages of one iteration in order, and for each the stages that it waits for.
+
+    `producers`: for each table, the stage that writes it.
+    """
 
     stages: tuple[Stage, ...]
     waits: Mapping[str, frozenset[str]]
     producers: Mapping[str, str]
 
     def levels(self) -> list[list[Stage]]:
-        """Stages that may run concurrently; each as late as possible, so that evaluation runs with training."""
+        """Sets of stages that may run concurrently; each one as late as possible, so that evaluation overlaps train."""
         depth: dict[str, int] = {}
         for stage in reversed(self.stages):
             followers = [depth[s.name] for s in self.stages if stage.name in self.waits[s.name]]

@@ -67,9 +67,9 @@ def check_code(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """A recipe that a start may use, what the store holds of the run, and for a child its origin.
+    """A recipe that a start may use, what the store holds of the run, and the origin of a derived run.
 
-    `kept`: by dotted path, the values that the run was recorded with and keeps, although their defaults have changed.
+    `kept`: by dotted path, the recorded values that the run keeps although their defaults have changed.
     """
 
     recipe: Recipe
@@ -81,14 +81,14 @@ class Checked:
 def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -> Checked:
     """Check that the store can be used, that the run `name` can be opened, and that its inputs exist.
 
-    A fork gets the model of its parent. An existing run and a child have model and data in the store. Models and data
-    on a network are not checked.
+    A fork gets the model of its parent. An existing or derived run has model and data in the store. Models and data on
+    a network are not checked.
 
     Args:
-        origin: of a child; not needed to continue an existing fork.
+        origin: that of a derived run; not needed to continue an existing fork.
 
     Raises:
-        UserError: the store cannot be used; the run exists with another recipe; it cannot be a child of this parent;
+        UserError: the store cannot be used; the run exists with another recipe; it cannot be derived from this parent;
             or model, data, or the module of the verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None

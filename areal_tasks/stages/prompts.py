@@ -46,6 +46,7 @@ def _lengths(recipe: Recipe) -> tuple[str, ...]:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Reads, renders and tokenises each split; metrics: rows kept and dropped."""
     recipe, tokenizer = context.recipe, context.engines.tokenizer
     tables, metrics = {}, dict[str, float]()
     for table, split in splits(recipe).items():

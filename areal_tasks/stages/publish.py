@@ -58,7 +58,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 
 
 def is_written(recipe: Recipe, version: int) -> bool:
-    """Whether a recipe wants this version in the store: at its interval, at the run's end, if it is evaluated."""
+    """Whether this version is written to the store: at the recipe's interval, at the run's end, or to be evaluated."""
     if isinstance(recipe, EvaluateRecipe):
         return True
     due = version % recipe.trainer.weights_every == 0 or version == recipe.schedule.iterations
@@ -67,14 +67,14 @@ def is_written(recipe: Recipe, version: int) -> bool:
 
 
 def published_late(store: Store, built: Iterable[Built], k: int) -> WeightsRef | None:
-    """The weights that the publication of an iteration before `k` has written."""
+    """The weights that the publication of an iteration before `k` has written; None if there are none among `built`."""
     late = [one.manifest for one in built if one.manifest.stage == "publish" and one.manifest.iteration < k]
     refs = [published_weights(store, manifest) for manifest in late]
     return next((ref for ref in refs if ref.written), None)
 
 
 def unwritten(train: StageManifest) -> WeightsRef:
-    """The reference to weights that are not in the store: by the digest of their train stage."""
+    """The reference to weights that are not in the store; it has the digest of their train stage."""
     return WeightsRef(version=train.iteration + 1, attempt="", path="", sha256="", digest=train.digest)
 
 
@@ -141,7 +141,7 @@ def check_servers(context: Context, train: StageManifest) -> dict[str, float]:
 
 
 def requests_for(table: pa.Table) -> list[GenerateRequest]:
-    """For each row a request that scores its tokens under the row's version, by whichever server is free."""
+    """For each row a request that scores its tokens under the row's version, on any server."""
     return [
         GenerateRequest(row["input_ids"], 1, group=number, floor=row["version"], scored_from=row["scored_from"])
         for number, row in enumerate(table.to_pylist())

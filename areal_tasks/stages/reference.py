@@ -2,8 +2,8 @@
 
 reference: under version 0, for a KL term.
 
-proximal: under the policy that the iteration begins with. The server's own, with which the tokens were sampled, are
-kept as well: the two differ in rounding.
+proximal: under the policy that the iteration begins with. The server's log-probabilities, with which the tokens were
+sampled, are kept as well: the two differ in rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replays a run from its tables: a child run rebuilds what a change affects, and references the rest.
+"""Replays a run from its tables: a derived run rebuilds what a change affects, and references the rest.
 
 A replay keeps the rollouts of the replayed run, although the changed policy would generate others (counterfactual). On
 policy, rollouts are rebuilt as well from the first iteration that a change affects.
@@ -33,7 +33,7 @@ _POLICY = {"policy", "weights"}  # what a stage carries that depends on the weig
 
 @dataclass(frozen=True)
 class Recorded:
-    """One iteration of the run that is replayed, and which of its results a replay may reuse.
+    """One iteration of the run that is replayed, and those of its results that a replay may reuse.
 
     The stages `kept` are reused whatever their key is now, the stage `rebuilt` is never reused, and any other stage is
     reused if its key is the recorded one.
@@ -77,7 +77,7 @@ class Recorded:
 
 
 def stage_at(recipe: Recipe, name: str) -> str:
-    """The stage for `verify`, `advantage` or `train`: in an evaluation, stage `evaluate` does the verifying."""
+    """The stage that corresponds to `verify`, `advantage` or `train`: in an evaluation, `evaluate` verifies."""
     return "evaluate" if isinstance(recipe, EvaluateRecipe) and name == "verify" else name
 
 
@@ -102,7 +102,7 @@ def before(graph: Plan, stage: str) -> list[Stage]:
 def kept_stages(graph: Plan, origin: Origin, start: str) -> list[Stage]:
     """The stages whose recorded results a replay keeps, although a change may affect them.
 
-    On policy, only those that a run begins with; otherwise all before `start`, the first stage that is rebuilt: the
+    On policy, only those that a run begins with. Otherwise all before `start`, the first stage that is rebuilt: the
     rollouts, although other weights would generate others, and all stages computed from them.
     """
     return before(graph, start) if origin.counterfactual else [s for s in graph.stages if s.once and not s.reads]
@@ -115,15 +115,15 @@ def loop_of(run: Run) -> type[Loop]:
 
 @dataclass
 class Replay(Loop):
-    """The iterations of a child run that rebuilds those that its parent had committed when it was created."""
+    """The iterations of a derived run, which rebuilds those that its parent had committed when it was created."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         origin, parent = origin_of(self.run.record), self.run.parent
-        assert origin is not None and parent is not None, "a replay is a child"
+        assert origin is not None and parent is not None, "a replay is a derived run"
         self.origin, self.original = origin, parent
         reference = find_reference(parent.store, parent.name, self.run.name)
-        assert reference is not None, "a child leaves its reference before it begins"
+        assert reference is not None, "a derived run writes its reference before it begins"
         self.last = reference.iteration
 
     def plan(self, k: int) -> Plan:
@@ -171,8 +171,8 @@ class Replay(Loop):
 # ── the changes that a replay allows, and its recipes ────────────────────────────────────────────────────────────────
 
 
-def replay_segments(original: Run, origin: Origin, child: str, changes: Sequence[str]) -> list[tuple[int, Recipe]]:
-    """For each recipe of the original: its first iteration, and the recipe of the replay `child` from there.
+def replay_segments(original: Run, origin: Origin, name: str, changes: Sequence[str]) -> list[tuple[int, Recipe]]:
+    """For each recipe of the original: its first iteration, and the recipe of the replay `name` from there on.
 
     A replay has the iterations that were committed when it was created. The recorded samples may come from other
     weights than the replay's, so the limit on the train-inference mismatch is lifted, unless a change sets it.
@@ -180,7 +180,7 @@ def replay_segments(original: Run, origin: Origin, child: str, changes: Sequence
     Raises:
         UserError: the original has not committed the iteration to begin at, or the replay does not allow the changes.
     """
-    reference = find_reference(original.store, original.name, child)
+    reference = find_reference(original.store, original.name, name)
     committed = reference.iteration if reference else original.committed
     if committed == 0:
         raise UserError(f"Run {original.name!r} has not committed any iteration: there is nothing to replay.")
@@ -248,7 +248,7 @@ def _check_judgement(field: str, graph: Plan) -> None:
     if _reads(evaluate, field) and not field.startswith("reward."):
         raise UserError(
             f"{field} is read by the stage that generated the completions, which this replay keeps as recorded: "
-            "run the recipe again with it."
+            "start another run with it."
         )
 
 

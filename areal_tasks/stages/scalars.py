@@ -23,6 +23,7 @@ def scalars(recipe: RlhfRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
+    """Joins the short columns of the iteration's tables by `sample_id`."""
     rollout, *others = (inputs.read(context, name) for name in SOURCES)
     joined = {name: rollout[name] for name in rollout.column_names}
     for other in others:

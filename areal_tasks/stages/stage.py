@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What a stage needs: one of the kinds of model function call, or no model."""
+    """The kind of model function call that a stage needs, or none."""
 
     PURE = "pure"
     GENERATE = "GENERATE"
@@ -73,8 +73,8 @@ class Stage:
 
     `source` stages read no table of their iteration, so their key contains the previous commit's digest. Those that are
     built `ahead`, before that commit exists, name their own previous result instead. `once` stages are built once per
-    run, and every later commit names the same manifest. `on_reuse` gives the servers, if there are any, what running
-    the stage would have given them; a trainer is restored when it is next used.
+    run, and every later commit names the same manifest. When a result is reused, `on_reuse` gives the servers what
+    running the stage would have given them; a trainer is restored when it is next used.
     """
 
     name: str
@@ -109,7 +109,7 @@ def columns(table: str, *names: str) -> tuple[str, ...]:
 
 @dataclass
 class Context:
-    """One iteration as its stages see it."""
+    """What the stages of one iteration receive."""
 
     run: Run
     recipe: Recipe
@@ -151,5 +151,5 @@ class Context:
 
 
 def demonstrations(recipe: Recipe) -> int:
-    """Prompt positions that one iteration of supervised fine-tuning takes; none in another flow."""
+    """The number of prompt positions that one iteration of supervised fine-tuning takes; 0 in another flow."""
     return recipe.algorithm.batch_size * recipe.algorithm.steps if isinstance(recipe, SftRecipe) else 0

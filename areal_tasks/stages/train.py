@@ -50,7 +50,7 @@ def _ages(recipe: RlhfRecipe | SftRecipe) -> bool:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """Trains the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
+    """Train the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
     trainer = context.engines.actor.to_step(context.iteration)
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.run(_command(context, inputs, prefix), Trained)

@@ -40,7 +40,7 @@ def verify(recipe: RlhfRecipe) -> Stage:
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
-    """UserError if the share of samples that could not be verified exceeds `reward.max_unverified`."""
+    """Verify all samples. UserError if the share that could not be verified exceeds `reward.max_unverified`."""
     rollout = inputs.read(context, "rollout")
     known = known_verdicts(context, inputs)
     ids = rollout["sample_id"].to_pylist()

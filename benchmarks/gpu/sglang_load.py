@@ -33,7 +33,7 @@ def server(model: Path, recipe: str, overrides: Sequence[str], log: Path, second
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"$ {' '.join(command)}", flush=True)
     with log.open("wb") as sink:
-        own = environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-")))
+        own = environment(os.environ, Path(tempfile.mkdtemp(prefix="rendezvous-")))
         process = subprocess.Popen(command, env=own, stdout=sink, stderr=subprocess.STDOUT)
     try:
         _wait(process, f"http://127.0.0.1:{port}", log, seconds)

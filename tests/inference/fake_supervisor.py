@@ -26,8 +26,8 @@ class FakeSupervisor:
         """As Supervisor.wait."""
         return ["http://trainer"] if list(names) == ["trainer"] else [one.url for one in self.running]
 
-    def look(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
-        """As Supervisor.look."""
+    def poll(self, names: Collection[str], weights: WeightsRef | None = None) -> list[Ready]:
+        """As Supervisor.poll."""
         return [] if list(names) == ["trainer"] else list(self.running)
 
     def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:

@@ -261,7 +261,7 @@ def test_a_load_of_another_attempt_at_the_same_version_does_not_count() -> None:
 
             fake.on_update = outdated
             assert await client.update_weights("attempt=a", 5, "a") == []
-            await until(lambda: server.able)
+            await until(lambda: server.may_generate)
             assert fake.updates == ["attempt=a", "attempt=b"] and fake.version == 5
 
     run(test)

@@ -121,11 +121,11 @@ def test_a_server_that_has_gone_back_is_not_believed() -> None:
     run(test)
 
 
-def test_a_client_that_only_generates_never_asks_for_a_token_by_a_look() -> None:
+def test_a_client_that_only_generates_never_asks_for_a_token_by_a_health_check() -> None:
     """A server may lend its memory to the trainer, which it was told by another client: a token would end it."""
 
     async def test() -> None:
-        fake = Fake(delay=70.0)  # more than three looks
+        fake = Fake(delay=70.0)  # more than three polls
         fake.broken_health = True
         async with follower([fake]) as client:
             check(requests(1), await client.generate(requests(1)))

@@ -23,7 +23,7 @@ class OneFollower(Followers):
         self.asked = 0
 
     async def acknowledged(self) -> None:
-        self.known.append({server.url: server.able for server in self.client.serving.servers})
+        self.known.append({server.url: server.may_generate for server in self.client.serving.servers})
 
     async def busy(self) -> dict[str, int]:
         self.asked += 1
@@ -44,7 +44,7 @@ def test_it_gets_neither_requests_nor_weights_until_it_is_released() -> None:
             assert (held.version, held.bodies, client.healthy()) == (0, [], [other.url])
             await client.update_weights("two", 2)
             await client.release(server)
-            await until(lambda: server.able)
+            await until(lambda: server.may_generate)
             assert held.updates == ["zero", "two"], "it skips what it has missed"
             check(requests(8), await client.generate(requests(8)), version=2)
             assert held.bodies and client.healthy() == [fake.url for fake in fakes]
@@ -87,7 +87,7 @@ def test_a_server_that_needs_older_weights_is_left_by_all_first() -> None:
             server, current = await holding
             assert not current
             await client.release(server)
-            await until(lambda: server.able)
+            await until(lambda: server.may_generate)
             assert fake.updates == ["one", "one"], "whatever its holder gave it"
 
     run(test)
@@ -167,6 +167,6 @@ def test_its_holder_takes_no_other_weights_from_it() -> None:
 
 
 def test_states() -> None:
-    assert Server("url", 1, held=True, current=False).lacks == "release"
-    assert Server("url", 1, held=True, healthy=False).lacks == "answers"
-    assert not Server("url", 1, held=True).able
+    assert Server("url", 1, held=True, current=False).waits_for == "release"
+    assert Server("url", 1, held=True, healthy=False).waits_for == "answers"
+    assert not Server("url", 1, held=True).may_generate

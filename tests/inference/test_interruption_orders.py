@@ -262,7 +262,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
         opened.append((engines, engines.servers.call(serve(fake))))
         supervise(engines, FakeSupervisor(fake.url))
         engines.servers.transport = transport  # type: ignore[assignment]
-        client = engines.servers._tended()
+        client = engines.servers._supervised()
         client._ends = Ends  # there is no model
         engines.servers.call(client.adopt(0, "zero", {fake.url}))
         return engines, fake, Trainer(fake)
@@ -279,7 +279,7 @@ def generated(engines: Engines, fake: Ordered, meanwhile: Callable[[], Any]) -> 
     async def gate() -> asyncio.Event:
         return asyncio.Event()
 
-    client = engines.servers._tended()
+    client = engines.servers._supervised()
     fake.may_go_on = engines.servers.call(gate())
     with ThreadPoolExecutor() as pool:
         work = pool.submit(engines.servers.call, client.generate(requests(1)))
@@ -320,7 +320,7 @@ def test_requests_are_aborted_before_the_trainer_sends_and_continued_after(begin
 
 def test_the_servers_go_on_if_the_trainer_fails(begin: Begin) -> None:
     engines, fake, trainer = begin("nccl", "rollout.max_head_offpolicyness=2")
-    client, trainer.fails = engines.servers._tended(), True
+    client, trainer.fails = engines.servers._supervised(), True
     with pytest.raises(RuntimeError, match="the trainer failed"):
         engines.servers.serve(UNWRITTEN, trainer)  # type: ignore[arg-type]
     assert fake.orders == [(PAUSE, "in_place"), ("send", "keep"), (CONTINUE, None)]

@@ -14,7 +14,7 @@ from tests.inference.fake_server import Fake, check, requests, run, serving, unt
 
 
 class Lender(Fake):
-    """Generates a token for each look at its health, in `token_seconds`; dies of what SGLang dies of."""
+    """Generates a token for each health check, in `token_seconds`; dies of what SGLang dies of."""
 
     def __init__(self, token_seconds: float = 0.0, **settings: Any) -> None:
         super().__init__(**settings)
@@ -78,7 +78,7 @@ def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
             await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
             await client.lend_memory(True)
-            await asyncio.sleep(0.2)  # four looks
+            await asyncio.sleep(0.2)  # four health checks
             assert {
                 heartbeat.progress is not None for heartbeat in (await client.heartbeats(everyone=True)).values()
             } == {True}
@@ -96,7 +96,7 @@ def test_a_look_that_is_under_way_ends_before_the_memory_is_lent() -> None:
         async with serving(fake) as client:
             await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
-            assert fake.generating, "the look that began while it generated goes on"
+            assert fake.generating, "the health check that began while it generated continues"
             await client.lend_memory(True)
         assert fake.died_of == [] and fake.lends
 

@@ -125,7 +125,7 @@ def test_a_tensor_that_is_left_out_in_part_or_whole_is_named_and_no_other_is(lef
         return
     with pytest.raises(UserError) as caught:
         prove(stub, given_names)
-    assert f"not what they were: {', '.join(affected[:3])}" in str(caught.value)
+    assert f"these have changed: {', '.join(affected[:3])}" in str(caught.value)
     assert "SGLang skips" in str(caught.value) and "model.path" in str(caught.value)
     assert not stub.paused
 
@@ -167,7 +167,7 @@ def test_tensors_that_a_server_computes_are_not_overwritten(leaf: str, caplog: p
 def test_a_server_that_cannot_be_asked_is_named_with_the_remedy(action: str) -> None:
     stub = Stub(Tensors())
     stub.refuses = action
-    with pytest.raises(UserError, match=r"weights_checker answered 40\d: .*; inference\.prove_weights=false goes on"):
+    with pytest.raises(UserError, match=r"weights_checker answered 40\d: .*; inference\.prove_weights=false continues"):
         prove(stub, CHECKPOINT)
     assert not stub.paused
 
@@ -274,10 +274,10 @@ def test_weights_that_do_not_arrive_are_never_in_force(scene: Scene) -> None:
     engines, _, trainer = scene
     trainer.names = WITHOUT_EXPERTS
     with pytest.raises(
-        UserError, match=rf"not what they were: {LAYER}\.mlp\.experts\.w13_weight, .*w2_weight\. SGLang"
+        UserError, match=rf"these have changed: {LAYER}\.mlp\.experts\.w13_weight, .*w2_weight\. SGLang"
     ):
         publish(engines, trainer, 1)
-    with pytest.raises(UserError, match="not what they were"):
+    with pytest.raises(UserError, match="these have changed"):
         engines.servers.inference()
 
 

@@ -97,7 +97,7 @@ def test_a_new_client_leaves_lent_what_it_did_not_lend_itself(engines: Engines) 
     """A server that fails is brought to do as the others do when it is well again: that has not changed."""
     engines.actor.at(0)
     pair(engines).restart(1, same_port=True)
-    client, [first, _] = engines.servers._tended(), pair(engines).servers
+    client, [first, _] = engines.servers._supervised(), pair(engines).servers
     engines.servers.call(client.evict({first.url: "it failed"}))
     engines.servers.call(until(lambda: first.url in client.healthy()))
     assert (first.lends, first.orders, first.died_of) == (True, ["/release"], [])

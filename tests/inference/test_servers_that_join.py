@@ -38,7 +38,7 @@ from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 
 @asynccontextmanager
-async def tended(*fakes: Fake) -> AsyncIterator[InferenceClient]:
+async def supervised(*fakes: Fake) -> AsyncIterator[InferenceClient]:
     """A client whose servers somebody else starts again; it has none at first, and wants version 0."""
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([], Access("token"), Inference(), math.inf)
@@ -58,7 +58,7 @@ def starts(*fakes: Fake) -> dict[str, int]:
 def test_what_a_server_has_under_way_that_is_gone_is_repeated_and_nothing_else() -> None:
     async def test() -> None:
         going, staying = Fake(delay=1000), Fake()
-        async with tended(going, staying) as client:
+        async with supervised(going, staying) as client:
             await client.sync(starts(going, staying), [going.url, staying.url])
             await until(lambda: len(client.healthy()) == 2)
             asked = requests(8)
@@ -79,7 +79,7 @@ def test_requests_wait_while_every_server_is_gone(monkeypatch: pytest.MonkeyPatc
 
     async def test() -> None:
         first, second = Fake(delay=1000), Fake()
-        async with tended(first, second) as client:
+        async with supervised(first, second) as client:
             await client.sync(starts(first), [first.url])
             asked = requests(3)
             work = asyncio.ensure_future(client.generate(asked))
@@ -95,7 +95,7 @@ def test_requests_wait_while_every_server_is_gone(monkeypatch: pytest.MonkeyPatc
 def test_a_server_that_joins_loads_what_it_lacks_while_the_other_generates() -> None:
     async def test() -> None:
         there, joins = Fake(version=5), Fake(version=3)
-        async with tended(there, joins) as client:
+        async with supervised(there, joins) as client:
             await client.sync(starts(there), [there.url])
             await client.update_weights("five", 5)
             loads = asyncio.Event()
@@ -121,7 +121,7 @@ def test_a_server_that_joins_loads_what_it_lacks_while_the_other_generates() -> 
 def test_a_server_with_other_weights_generates_nothing_until_it_is_handed_those_in_force() -> None:
     async def test() -> None:
         there, joins = Fake(), Fake(version=7)
-        async with tended(there, joins) as client:
+        async with supervised(there, joins) as client:
             await client.sync(starts(there, joins), [there.url])
             await until(lambda: len(client.healthy()) == 2)
             asked = requests(4)
@@ -138,11 +138,11 @@ def test_a_server_with_other_weights_generates_nothing_until_it_is_handed_those_
 def test_or_until_those_in_force_are_written_somewhere() -> None:
     async def test() -> None:
         there, joins = Fake(), Fake(version=7)
-        async with tended(there, joins) as client:
+        async with supervised(there, joins) as client:
             await client.sync(starts(there, joins), [there.url])
             await until(lambda: len(client.healthy()) == 2)
             await client.holding(0, "written now", "zero")
-            await until(lambda: all(server.able for server in client.servers))
+            await until(lambda: all(server.may_generate for server in client.servers))
             assert (there.updates, joins.updates) == ([], ["zero"])
 
     run(test)
@@ -157,7 +157,7 @@ def test_a_server_that_comes_and_goes_is_told_of_once_and_counts_as_lost(
     async def test() -> None:
         ill, well = Fake(), Fake()
         ill.deaf_to_prompts = True
-        async with tended(ill, well) as client:
+        async with supervised(ill, well) as client:
             now = 100.0
             client.clock = lambda: now
             await client.sync(starts(ill, well), [ill.url, well.url])
@@ -187,7 +187,7 @@ def test_a_server_that_was_not_sent_the_weights_is_not_taken_to_hold_them() -> N
 
     async def test() -> None:
         sent, other = Fake(version=1), Fake(version=1)
-        async with tended(sent, other) as client:
+        async with supervised(sent, other) as client:
             await client.sync(starts(sent, other), [])
             await until(lambda: len(client.healthy()) == 2)
             assert await client.adopt(1, "one", [sent.url]) == [sent.url]
@@ -219,7 +219,7 @@ def test_a_server_that_was_evicted_while_it_was_paused_goes_on_before_it_is_let_
 
     async def test() -> None:
         ill, well = Pausing(), Pausing()
-        async with tended(ill, well) as client:
+        async with supervised(ill, well) as client:
             await client.sync(starts(ill, well), [ill.url, well.url])
             await until(lambda: len(client.healthy()) == 2)
             await client.pause()
@@ -238,7 +238,7 @@ def test_a_server_that_is_let_in_while_all_are_told_to_go_on_is_told_as_well(mon
 
     async def test() -> None:
         ill, well = Pausing(), Pausing()
-        async with tended(ill, well) as client:
+        async with supervised(ill, well) as client:
             await client.sync(starts(ill, well), [ill.url, well.url])
             await until(lambda: len(client.healthy()) == 2)
             await client.pause()
@@ -255,7 +255,7 @@ def test_servers_of_others_are_told_to_go_on_once() -> None:
 
     async def test() -> None:
         fake = Pausing()
-        async with tended(fake) as client:
+        async with supervised(fake) as client:
             await client.use_external([fake.url])
             await until(lambda: len(client.healthy()) == 1)
             await client.evict({fake.url: "its answer was lost"})
@@ -290,12 +290,12 @@ class Restarting(FakeSupervisor):
     def ended(self, names: Any) -> frozenset[tuple[str, int]]:
         return frozenset((str(index), self.running[index].restart) for index in self.dead)
 
-    def look(self, names: Any, weights: WeightsRef | None = None) -> list[Ready]:
+    def poll(self, names: Any, weights: WeightsRef | None = None) -> list[Ready]:
         if list(names) == ["trainer"]:
             return []
         while self.dead and not self.pauses:
             self._start(self.dead.pop(), weights)
-        return super().look(names)
+        return super().poll(names)
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def holds_nine(engines: Engines, folder: Path) -> None:
 def ends(engines: Engines, index: int) -> None:
     """A server dies, and whoever waits for the servers finds out."""
     supervisor(engines).dead.add(index)
-    engines.servers._tend()
+    engines.servers._supervise()
 
 
 def test_servers_start_on_the_weights_in_force_and_are_asked_to_load_nothing(engines: Engines) -> None:
@@ -394,7 +394,7 @@ def test_a_trainer_that_is_busy_is_left_alone_and_the_server_waits_for_the_next_
 def test_a_trainer_that_cannot_write_does_not_disturb_the_servers_that_are_well(
     engines: Engines, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked once for each start of a server, not at each look."""
+    """It is asked once for each start of a server, not at each poll."""
     client = engines.servers.inference()
     monkeypatch.setattr(client, "_ends", Ends)  # there is no model to ask
     hand_over(engines, 9)
@@ -430,7 +430,7 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
     engines.servers.serving = unwritten(9)
     holds_nine(engines, tmp_path)
     ends(engines, 1)
-    wait_until(lambda: all(server.able for server in client.servers))
+    wait_until(lambda: all(server.may_generate for server in client.servers))
     assert [fake.version for fake in supervisor(engines).fakes] == [9, 9] and client.version == 9
 
 
@@ -439,7 +439,7 @@ def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_ag
     engines.servers._loop.run(client.forget_versions())
     ends(engines, 1)
     wait_until(lambda: len(client.healthy()) == 2)
-    assert all(server.able for server in engines.servers.inference().servers)
+    assert all(server.may_generate for server in engines.servers.inference().servers)
 
 
 def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines: Engines) -> None:
@@ -447,7 +447,7 @@ def test_when_all_have_started_again_on_older_weights_the_stage_is_told(engines:
     hand_over(engines, 9)
     engines.actor.client = SimpleNamespace(is_free=lambda version: False, close=lambda: None)  # type: ignore[assignment]
     supervisor(engines).dead |= {0, 1}
-    engines.servers._tend()
+    engines.servers._supervise()
     with pytest.raises(ServerDown, match="have to be given the current ones"):
         engines.servers.call(client.generate(requests(1)), generates=client)
     assert client.stuck, "the next to ask has the trainer hand them over"
@@ -467,7 +467,7 @@ def test_when_the_last_has_failed_too_often_the_stage_ends_with_its_log(
     async def work() -> None:
         generation = asyncio.ensure_future(client.generate(requests(2)))
         await until(lambda: all(fake.bodies for fake in fakes))
-        monkeypatch.setattr(engines.supervisor, "look", given_up)
+        monkeypatch.setattr(engines.supervisor, "poll", given_up)
         await generation
 
     with pytest.raises(ServiceFailed, match="failed 4 times"):

@@ -11,8 +11,8 @@ from stage_driver import store_in, tiny
 from areal_tasks.engines.sampling import (
     FLOW,
     Flow,
+    Observations,
     Sampler,
-    Seen,
     State,
     cores_used,
     flow_state,
@@ -84,21 +84,23 @@ def backlog(generating: int = 0, verifying: int = 0) -> Backlog:
 def test_servers_and_workers(
     found: Backlog | None, lacks: str | None, registered: Sequence[str], server: State, worker: State
 ) -> None:
-    flow = Flow(registered, backlog=found, lacks={} if lacks is None else {"server": lacks})
+    flow = Flow(registered, backlog=found, server_waits={} if lacks is None else {"server": lacks})
     assert (server_state(flow, "server"), worker_state(flow, "one")) == (server, worker)
     assert worker_state(flow, "another") == (waits("requests") if found is None else waits("rule"))
 
 
 def test_the_others_do_not_evaluate_while_one_is_held() -> None:
-    flow = Flow(["evaluate version 3"], backlog=backlog(2), lacks={"held": "release", "server": "", "new": "weights"})
+    flow = Flow(
+        ["evaluate version 3"], backlog=backlog(2), server_waits={"held": "release", "server": "", "new": "weights"}
+    )
     states = [server_state(flow, url) for url in ("held", "server", "new")]
     assert states == [works("evaluate"), works("generate"), waits("weights")]
 
 
 def test_shares_of_a_sample_are_those_of_its_looks() -> None:
-    seen = Seen()
+    seen = Observations()
     for now, state in enumerate([works("train"), works("train"), waits("groups"), waits("groups")]):
-        seen.look(state, now)
+        seen.observe(state, now)
     row = seen.row(5.0)
     assert (row["busy"], row["works"], row["waits"]) == (0.5, [("train", 0.5)], [("groups", 0.5)])
     assert (row["doing"], row["waits_for"], row["state_seconds"]) == ("", "groups", 3.0)
@@ -119,7 +121,7 @@ def test_each_service_has_a_row(tmp_path: Path) -> None:
     with Engines(run, recipe, tmp_path / "logs") as engines:
         sampler = Sampler(engines)
         engines.begin()
-        sampler.look()
+        sampler.observe()
         sampler.sample()
         rows = {row["service"]: row for row in sampler.sample()}
     assert rows.keys() >= {FLOW, "trainer", "rollout-0"}

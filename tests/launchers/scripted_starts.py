@@ -1,4 +1,4 @@
-"""Starts of services that are over when they have begun, for tests that count looks."""
+"""Starts of services that are over when they have begun, for tests that count polls."""
 
 from __future__ import annotations
 

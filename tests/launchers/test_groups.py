@@ -15,9 +15,9 @@ from scripted_starts import at_once
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import session
-from areal_tasks.engines.service import AWAY, ServiceSpec, register
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, register
 from areal_tasks.launchers import starts
-from areal_tasks.launchers.cluster import TAKEN_BACK
+from areal_tasks.launchers.cluster import PREEMPTED
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable, open_store
@@ -93,20 +93,20 @@ def test_a_group_restarts_together_while_the_store_comes_and_goes(
     supervisor, launcher = group
     start(supervisor)
     assert len(supervisor.wait(NAMES)) == 2
-    launcher.ends = AWAY
-    supervisor.services[first].handle.code = AWAY  # type: ignore[attr-defined]
+    launcher.ends = UNAVAILABLE
+    supervisor.services[first].handle.code = UNAVAILABLE  # type: ignore[attr-defined]
     for _ in range(60):
         quietly(supervisor)
     launcher.ends = None
     for _ in range(60):
         quietly(supervisor)
-    assert len(supervisor.look(NAMES)) == 2
+    assert len(supervisor.poll(NAMES)) == 2
     assert len(restarts(supervisor)) == 1, [supervisor.services[name].spec.restart for name in NAMES]
 
 
 def quietly(supervisor: Supervisor) -> None:
     with suppress(Unavailable):
-        supervisor.look(NAMES)
+        supervisor.poll(NAMES)
 
 
 def test_a_member_that_runs_may_await_one_without_a_machine(group: tuple[Supervisor, Scripted]) -> None:
@@ -114,11 +114,11 @@ def test_a_member_that_runs_may_await_one_without_a_machine(group: tuple[Supervi
     launcher.waits, launcher.silent = {"trainer"}, {"trainer-1"}
     start(supervisor)
     for _ in range(1000):  # longer than launcher.startup_seconds
-        assert supervisor.look(NAMES) == []
+        assert supervisor.poll(NAMES) == []
     launcher.waits = set()
     with pytest.raises(ServiceFailed, match="was not ready within"):
         for _ in range(1000):
-            supervisor.look(NAMES)
+            supervisor.poll(NAMES)
 
 
 @pytest.mark.parametrize("failures", [0, 3])
@@ -126,7 +126,7 @@ def test_the_error_is_that_of_the_member_with_which_it_began(group: tuple[Superv
     supervisor, launcher = group
     launcher.silent = set() if failures else set(NAMES)
     start(supervisor)
-    supervisor.look(NAMES)
+    supervisor.poll(NAMES)
     second = supervisor.services["trainer-1"]
     second.job.log.parent.mkdir(parents=True)
     second.job.log.write_text("no memory is left")
@@ -134,26 +134,26 @@ def test_the_error_is_that_of_the_member_with_which_it_began(group: tuple[Superv
     said = r"failed 4 times" if failures else "ended with 1 while starting"
     with pytest.raises(ServiceFailed, match=rf"(?s)service 'trainer-1' {said}.*no memory is left"):
         for _ in range(50):
-            supervisor.look(NAMES)
+            supervisor.poll(NAMES)
 
 
 def test_a_trainer_is_restarted_while_the_flow_waits_for_its_answer(
     group: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 cannot answer without the others, and a run without rollout workers waits for nothing else."""
-    monkeypatch.setattr(session, "TEND_SECONDS", 0.01)
+    monkeypatch.setattr(session, "SUPERVISE_SECONDS", 0.01)
     supervisor, _ = group
     start(supervisor)
-    closed, servers = threading.Event(), SimpleNamespace(workers=SimpleNamespace(tend=lambda: None))
+    closed, servers = threading.Event(), SimpleNamespace(workers=SimpleNamespace(supervise=lambda: None))
     engines = SimpleNamespace(
         supervisor=supervisor, servers=servers, actor=SimpleNamespace(names=NAMES), _closed=closed
     )
-    tending = in_background(lambda: session.Engines._tend(cast(Any, engines)), "tend")
+    supervising = in_background(lambda: session.Engines._supervise(cast(Any, engines)), "supervise")
     wait_until(lambda: all(supervisor.services[name].url for name in NAMES), "both parts")
     supervisor.services["trainer-1"].handle.code = 69  # type: ignore[attr-defined]
     wait_until(lambda: restarts(supervisor) == {1}, "the next start of both")
     closed.set()
-    tending.result(LIMIT)
+    supervising.result(LIMIT)
 
 
 def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor, Scripted]) -> None:
@@ -161,10 +161,10 @@ def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor
     launcher.silent = set(NAMES)
     start(supervisor)
     for restart in range(6):
-        supervisor.services["trainer-1"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
+        supervisor.services["trainer-1"].handle.code = PREEMPTED  # type: ignore[attr-defined]
         while restarts(supervisor) == {restart}:
-            supervisor.look(NAMES)
-        supervisor.look(NAMES)  # takes the handles of both starts
+            supervisor.poll(NAMES)
+        supervisor.poll(NAMES)  # takes the handles of both starts
     assert [supervisor.services[name].failures for name in NAMES] == [0, 0]
 
 
@@ -177,4 +177,4 @@ def test_a_member_that_fails_too_often_ends_the_run(group: tuple[Supervisor, Scr
     supervisor.services["trainer-1"].handle.stop()
     with pytest.raises(ServiceFailed):
         for _ in range(50):
-            supervisor.look(NAMES)
+            supervisor.poll(NAMES)

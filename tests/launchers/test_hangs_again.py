@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from flying_clock import SETTINGS, FlyingClock, look_often
+from flying_clock import SETTINGS, FlyingClock, poll_often
 from stage_driver import store_in, tiny
 from waiting import wait_until
 
@@ -27,7 +27,7 @@ NAME = "ready"
 def test_a_service_that_hangs_again_and_again_is_ended_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     recipe = tiny(launcher={**SETTINGS, "restarts": RESTARTS})
     run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
@@ -38,7 +38,7 @@ def test_a_service_that_hangs_again_and_again_is_ended_each_time(
                 hang_until_ended(supervisor, clock)
             hang_until_ended(supervisor, clock)
             with pytest.raises(ServiceFailed, match=r"failed 3 times; launcher\.restarts allows no more"):
-                supervisor.look([NAME])
+                supervisor.poll([NAME])
 
 
 def spec(store_url: str) -> ServiceSpec:
@@ -46,16 +46,16 @@ def spec(store_url: str) -> ServiceSpec:
 
 
 def looks_at(supervisor: Supervisor) -> Callable[[], Mapping[str, Heartbeat]]:
-    """A look at the service, which is well if it answers at all."""
+    """A poll of the service, which is healthy if it answers at all."""
 
-    def look() -> dict[str, Heartbeat]:
+    def poll() -> dict[str, Heartbeat]:
         try:
             httpx.get(f"{supervisor.services[NAME].url}/about", timeout=0.1)  # late is silent, not yet hung
         except httpx.TransportError as error:  # it hangs, is gone, or has no address yet
             return {NAME: Heartbeat(None, repr(error))}
         return {NAME: Heartbeat(object(), "it answers")}
 
-    return look
+    return poll
 
 
 def hang_until_ended(supervisor: Supervisor, clock: FlyingClock) -> None:

@@ -45,9 +45,9 @@ services = st.lists(resources, max_size=8).map(lambda all_: {f"rollout-{i}": nee
 
 @given(services, machines(), st.booleans())
 def test_no_machine_is_over_its_resources_and_every_service_is_placed_or_explained(
-    asked: dict[str, Resources], nodes: list[Machine], grows: bool
+    asked: dict[str, Resources], nodes: list[Machine], autoscales: bool
 ) -> None:
-    found = propose(asked, nodes, grows)
+    found = propose(asked, nodes, autoscales)
     assert [(one.service, one.needs) for one in found] == list(asked.items())
     for node in nodes:
         placed = [one.needs for one in found if one.machine == node.name]
@@ -58,7 +58,7 @@ def test_no_machine_is_over_its_resources_and_every_service_is_placed_or_explain
         able = [n for n in nodes if not n.state and all(getattr(one.needs, k) <= getattr(n.free, k) for k in KINDS)]
         assert able or not one.machine
         alone = any(all(getattr(one.needs, kind) <= getattr(node.total, kind) for kind in KINDS) for node in nodes)
-        assert alone or one.state == ("waits" if grows else "refused")
+        assert alone or one.state == ("waits" if autoscales else "refused")
 
 
 @given(services, machines())

@@ -279,7 +279,7 @@ def test_the_address_is_not_one_of_a_head(address: str, monkeypatch: pytest.Monk
 @installed
 def test_nothing_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:1")
-    with pytest.raises(ray.ClusterAway, match=r"No Ray cluster answers at RAY_ADDRESS=127\.0\.0\.1:1"):
+    with pytest.raises(ray.ClusterUnreachable, match=r"No Ray cluster answers at RAY_ADDRESS=127\.0\.0\.1:1"):
         ray.RayCluster(Launcher(type="ray"))
 
 
@@ -305,7 +305,7 @@ def test_another_version_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_machine_that_is_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(tmp_path, monkeypatch)
     monkeypatch.setattr(ray, "CONNECT_SECONDS", 0.5)
-    with pytest.raises(ray.ClusterAway, match="This machine must be a node of the cluster"):
+    with pytest.raises(ray.ClusterUnreachable, match="This machine must be a node of the cluster"):
         ray.RayCluster(Launcher(type="ray")).submit(task(tmp_path))
 
 

@@ -21,9 +21,9 @@ from s3_server import BUCKET, S3Server
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.service import ServiceSpec
-from areal_tasks.engines.tls import Identity, introducing
+from areal_tasks.engines.tls import Identity, mutual_tls
 from areal_tasks.launchers import node as node_agent
-from areal_tasks.launchers.cluster import LOST, TAKEN_BACK
+from areal_tasks.launchers.cluster import LOST, PREEMPTED
 from areal_tasks.launchers.node import Agent, address_in
 from areal_tasks.launchers.remote import RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
@@ -104,7 +104,7 @@ def test_an_agent_answers_its_flow_alone(begin: Begin, store: Store) -> None:
     shown = Identity("arealflow", authority=True).sign(stranger.certificate)
     body = node_agent.Stop(grace_seconds=0).model_dump_json()
     trusting = ssl.create_default_context(cadata=agent.certificate)
-    for context in (trusting, introducing(agent.certificate, stranger, shown)):
+    for context in (trusting, mutual_tls(agent.certificate, stranger, shown)):
         with pytest.raises(httpx.HTTPError):
             httpx.post(f"{agent.url}/stop", content=body, verify=context, timeout=LIMIT)
     assert about(supervisor, supervisor.wait(["ready"])[0])["name"] == "ready"
@@ -195,8 +195,8 @@ def test_what_the_cluster_system_takes_back_is_no_failure(begin: Begin, store: S
     wait_until(lambda: service.handle._ran, "an answer of its agent")  # type: ignore[attr-defined]
     service.handle._submitted.waiting = lambda: "Requeued"  # type: ignore[method-assign]
     os.kill(node(store, "ready").pid, signal.SIGKILL)
-    supervisor.look(["ready"])
-    wait_until(lambda: supervisor.look(["ready"]) and service.spec.restart == 1, "the next start", limit=30.0)
+    supervisor.poll(["ready"])
+    wait_until(lambda: supervisor.poll(["ready"]) and service.spec.restart == 1, "the next start", limit=30.0)
     assert service.failures == 0
 
 
@@ -205,7 +205,7 @@ def test_a_start_that_the_cluster_system_repeats_ends(begin: Begin, store: Store
     supervisor.wait(["ready"])
     agent = psutil.Process(node(store, "ready").pid)
     again = subprocess.run(agent.cmdline(), env=agent.environ(), check=False, timeout=LIMIT)
-    assert again.returncode == TAKEN_BACK
+    assert again.returncode == PREEMPTED
 
 
 def test_a_question_that_has_waited_for_too_long_renews_no_lease(tmp_path: Path) -> None:

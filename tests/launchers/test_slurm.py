@@ -15,7 +15,7 @@ from machines.slurm import Slurm, start_slurm
 from waiting import wait_until
 
 from areal_tasks.launchers import slurm
-from areal_tasks.launchers.cluster import TAKEN_BACK, Resources, Task
+from areal_tasks.launchers.cluster import PREEMPTED, Resources, Task
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher
 
@@ -204,7 +204,7 @@ def test_while_the_controller_is_down_tasks_go_on(cluster: Slurm, begin: Begin) 
     wait_until(lambda: not flow.waiting("stays"), "its start")
     cluster.daemons[0].terminate()
     cluster.daemons[0].wait()
-    assert flow.ask("submit('more', 'true')").startswith("ClusterAway: ")
+    assert flow.ask("submit('more', 'true')").startswith("ClusterUnreachable: ")
     assert flow.ask("tasks['stays'].exit_code()") is None
     cluster.begin(cluster.head, "slurmctld")
     wait_until(cluster.answers, "the controller")
@@ -240,7 +240,7 @@ def test_in_an_allocation_tasks_are_steps(cluster: Slurm, begin: Begin) -> None:
 def test_jobs_are_looked_at_again_after_an_answer_that_nobody_understands(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(["7|RUNNING\n", "7|COMPLETED|None|0|node1|\n"])
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(slurm, "_need", lambda *commands: None)
+    monkeypatch.setattr(slurm, "_require", lambda *commands: None)
     monkeypatch.setattr(slurm, "_run", lambda *command: next(answers))
     jobs = slurm.Jobs(Launcher(type="slurm").slurm)
     jobs._jobs.append(job := slurm.Job("7", Task("a", (), {}, Resources(), Path(__file__)), jobs))
@@ -250,8 +250,8 @@ def test_jobs_are_looked_at_again_after_an_answer_that_nobody_understands(monkey
 
 def test_a_job_for_which_another_had_to_make_room_was_taken_back(tmp_path: Path) -> None:
     job = slurm.Job("7", Task("a", (), {}, Resources(), tmp_path / "a.out"), jobs=None)  # type: ignore[arg-type]
-    job.see(slurm.Status("PREEMPTED", code=143))
-    assert job.exit_code() == TAKEN_BACK
+    job.update(slurm.Status("PREEMPTED", code=143))
+    assert job.exit_code() == PREEMPTED
 
 
 def test_a_machine_without_slurm_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from scripted_starts import at_once
 from small_service import make_app
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.engines.service import AWAY, TOKEN, ServiceSpec, make_server, register
+from areal_tasks.engines.service import TOKEN, UNAVAILABLE, ServiceSpec, make_server, register
 from areal_tasks.launchers import starts
-from areal_tasks.launchers.cluster import TAKEN_BACK, ClusterAway
+from areal_tasks.launchers.cluster import PREEMPTED, ClusterUnreachable
 from areal_tasks.launchers.local import InlineLauncher, LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
@@ -150,10 +150,10 @@ def test_nothing_waits_for_a_service_that_is_started_again(begin: Begin) -> None
     handle(supervisor, "ready").process.kill()
     handle(supervisor, "ready").process.wait()
     assert supervisor.ended(["ready"]) and not supervisor.ended(["other"])
-    assert supervisor.look(["ready", "other"], WEIGHTS) == [Ready(urls[1])], "the other is there at once"
-    assert supervisor.look(["ready"], WEIGHTS) == []
+    assert supervisor.poll(["ready", "other"], WEIGHTS) == [Ready(urls[1])], "the other is there at once"
+    assert supervisor.poll(["ready"], WEIGHTS) == []
     supervisor.wait(["ready"], WEIGHTS)
-    [there] = supervisor.look(["ready"])
+    [there] = supervisor.poll(["ready"])
     assert (there.restart, there.weights) == (1, WEIGHTS) and not supervisor.ended(["ready"])
 
 
@@ -169,10 +169,10 @@ def test_an_end_that_is_explained_uses_up_no_restarts(begin: Begin) -> None:
     for restart in range(2):
         [url] = supervisor.wait(["ready"])
         supervisor.end([url])
-        assert supervisor.look(["ready"], explained=lambda: [(url, restart)]) == []  # noqa: B023
+        assert supervisor.poll(["ready"], explained=lambda: [(url, restart)]) == []  # noqa: B023
     supervisor.end(supervisor.wait(["ready"]))
     with pytest.raises(ServiceFailed, match=r"failed 1 times"):
-        wait_until(lambda: supervisor.look(["ready"], explained=lambda: [(url, 1)]))
+        wait_until(lambda: supervisor.poll(["ready"], explained=lambda: [(url, 1)]))
 
 
 def test_one_of_several_that_fails_too_often_is_left_out(begin: Begin) -> None:
@@ -194,14 +194,14 @@ def test_a_service_that_was_ready_once_may_fail_while_it_starts_again(begin: Beg
     supervisor.end([service.url])
     service.job = replace(service.job, module="no_such_module")
     while service.spec.restart < 1 or service.handle.exit_code() is None:
-        supervisor.look(["ready"])
+        supervisor.poll(["ready"])
     service.job = replace(service.job, module=MODULE)
     supervisor.wait(["ready"])
     assert service.spec.restart == 2
 
 
 def test_a_service_that_finds_no_store_may_be_started_again(begin: Begin) -> None:
-    with pytest.raises(Unavailable, match="'storeless' could not start: the store was away"):
+    with pytest.raises(Unavailable, match="'storeless' could not start: the store did not answer"):
         begin("storeless").wait(["storeless"])
 
 
@@ -251,7 +251,7 @@ def scripted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def look_until(supervisor: Supervisor, holds: Callable[[], bool]) -> None:
     """Poll after both services until it holds; the first is well all the time."""
     for _ in range(1000):
-        assert Ready("http://one/0") in supervisor.look(["one", "two"])
+        assert Ready("http://one/0") in supervisor.poll(["one", "two"])
         if holds():
             return
     pytest.fail("it does not come to that")
@@ -259,12 +259,12 @@ def look_until(supervisor: Supervisor, holds: Callable[[], bool]) -> None:
 
 def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = AWAY
+    launcher.ends = UNAVAILABLE
     supervisor.services["two"].handle.stop()
     look_until(supervisor, lambda: launcher.started.count("two") == 6)
     assert supervisor.services["two"].failures == 1
-    with pytest.raises(Unavailable, match="'two' could not start: the store was away"):
-        supervisor.look(["two"])
+    with pytest.raises(Unavailable, match="'two' could not start: the store did not answer"):
+        supervisor.poll(["two"])
     launcher.ends = None
     look_until(supervisor, lambda: supervisor.services["two"].url != "")
     assert launcher.started.count("two") == 7 and supervisor.services["two"].failures == 1
@@ -273,14 +273,14 @@ def test_a_store_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Sc
 def test_a_cluster_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     """As little as one that has no machine for the service just now: it had one before."""
     supervisor, launcher = scripted
-    launcher.ends = ClusterAway("Ray's head does not answer")
+    launcher.ends = ClusterUnreachable("Ray's head does not answer")
     supervisor.services["two"].handle.stop()
     look_until(supervisor, lambda: launcher.started.count("two") == 4)
     launcher.ends = UserError("no node has so many GPUs")
     look_until(supervisor, lambda: launcher.started.count("two") == 6)
     assert supervisor.services["two"].failures == 1
     with pytest.raises(Unavailable, match="'two' could not start: no node has so many GPUs"):
-        supervisor.look(["two"])
+        supervisor.poll(["two"])
     launcher.ends = None
     look_until(supervisor, lambda: supervisor.services["two"].url != "")
     assert supervisor.services["two"].failures == 1
@@ -288,8 +288,8 @@ def test_a_cluster_that_is_away_uses_up_no_restarts(scripted: tuple[Supervisor, 
 
 def test_what_the_cluster_takes_back_uses_up_no_restarts(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = TAKEN_BACK
-    supervisor.services["two"].handle.code = TAKEN_BACK  # type: ignore[attr-defined]
+    launcher.ends = PREEMPTED
+    supervisor.services["two"].handle.code = PREEMPTED  # type: ignore[attr-defined]
     look_until(supervisor, lambda: launcher.started.count("two") == 6)
     assert supervisor.services["two"].failures == 0
 
@@ -303,7 +303,7 @@ def test_nothing_waits_for_the_end_of_a_silent_service(
     monkeypatch.setattr(silent.handle, "stop", lambda *seconds: ended.wait(LIMIT) and stop())
     supervisor.end([silent.url])
     for _ in range(100):
-        assert supervisor.look(["one", "two"]) == [Ready("http://one/0")]
+        assert supervisor.poll(["one", "two"]) == [Ready("http://one/0")]
     supervisor.end([silent.url])
     assert launcher.started.count("two") == 1, "not before all of it has ended"
     ended.set()
@@ -323,15 +323,15 @@ def test_nothing_waits_for_a_slow_start(scripted: tuple[Supervisor, Scripted], m
 
     monkeypatch.setattr(launcher, "start", queued)
     supervisor.services["two"].handle.stop()
-    wait_until(lambda: supervisor.services["two"].spec.restart == 1 or not supervisor.look(["one", "two"]))
+    wait_until(lambda: supervisor.services["two"].spec.restart == 1 or not supervisor.poll(["one", "two"]))
     assert supervisor.starting(["two"]) == {"two": "its start is under way"}
     supervisor.end(["http://one/0"])
-    wait_until(lambda: supervisor.look(["one", "two"]) == [Ready("http://one/1", 1)], "the next start of the other")
+    wait_until(lambda: supervisor.poll(["one", "two"]) == [Ready("http://one/1", 1)], "the next start of the other")
     supervisor.join(MODULE, spec(supervisor.store, "three"))
-    wait_until(lambda: supervisor.look(["three"]) != [], "one that joins")
+    wait_until(lambda: supervisor.poll(["three"]) != [], "one that joins")
     assert launcher.started.count("two") == 1, "the cluster has not accepted it"
     accepted.set()
-    wait_until(lambda: Ready("http://two/1", 1) in supervisor.look(["one", "two"]), "the slow one")
+    wait_until(lambda: Ready("http://two/1", 1) in supervisor.poll(["one", "two"]), "the slow one")
 
 
 def _queued(launcher: Scripted, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Ended]]:
@@ -394,14 +394,14 @@ def test_a_start_that_never_returns_is_made_again_once_it_was_to_be_stopped(
     supervisor.join(MODULE, spec(supervisor.store, "three"))
     three = supervisor.services["three"]
     supervisor._stop(three, "another of its group has ended", grace_seconds=0.0)
-    wait_until(lambda: Ready("http://three/1", 1) in supervisor.look(["one", "three"]), "its next start")
+    wait_until(lambda: Ready("http://three/1", 1) in supervisor.poll(["one", "three"]), "its next start")
     assert not three.failures, "the cluster was away"
     accepted.set()
 
 
 def test_between_two_starts_without_a_store_is_the_longest_pause(scripted: tuple[Supervisor, Scripted]) -> None:
     supervisor, launcher = scripted
-    launcher.ends = AWAY
+    launcher.ends = UNAVAILABLE
     supervisor.services["two"].handle.stop()
     began = []
     for number in (3, 4, 5):
@@ -420,12 +420,12 @@ def test_the_log_says_once_which_service_is_given_up_and_why(
     service.handle.stop()
     look_until(supervisor, lambda: not supervisor.ended(["two"]))
     for _ in range(3):
-        supervisor.look(["one", "two"])
+        supervisor.poll(["one", "two"])
     [said] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert "service 'two' failed 3 times; launcher.restarts allows no more" in said
     assert "Cannot allocate memory" in said and f"Last lines of {service.job.log}" in said
     with pytest.raises(ServiceFailed, match=r"(?s)'two' failed 3 times.*Cannot allocate memory"):
-        supervisor.look(["two"])
+        supervisor.poll(["two"])
 
 
 def test_failures_count_until_something_has_come_of_the_work(begin: Begin) -> None:
@@ -438,7 +438,7 @@ def test_failures_count_until_something_has_come_of_the_work(begin: Begin) -> No
     supervisor.services["ready"].failures = 1
     handle(supervisor, "ready").stop(0.0)
     with pytest.raises(ServiceFailed, match="'ready' failed 2 times"):
-        supervisor.look(["ready"])
+        supervisor.poll(["ready"])
 
 
 def test_leaving_stops_every_service_even_if_one_cannot_be(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +492,7 @@ def test_a_service_that_joins_where_no_machine_is_left_is_started_again_later(
     with monkeypatch.context() as patch:
         patch.setattr(supervisor.launcher, "start", refuse)
         supervisor.join(MODULE, spec(store, "other"))
-        assert [one.url for one in supervisor.look(["ready", "other"])] == [url]
+        assert [one.url for one in supervisor.poll(["ready", "other"])] == [url]
     assert len(supervisor.wait(["ready", "other"])) == 2
 
 
@@ -505,7 +505,7 @@ def test_a_service_that_was_retired_may_join_again_under_its_name(begin: Begin, 
     supervisor.wait(["ready", "other"])
     process = handle(supervisor, "other").process
     supervisor.retire("other")
-    assert process.poll() is not None and [one.restart for one in supervisor.look(["ready"])] == [0]
+    assert process.poll() is not None and [one.restart for one in supervisor.poll(["ready"])] == [0]
     supervisor.join(MODULE, spec(store, "other"))
     supervisor.wait(["ready", "other"])
-    assert supervisor.look(["other"])[0].restart == 1, "its record is not taken for that of the one before"
+    assert supervisor.poll(["other"])[0].restart == 1, "its record is not taken for that of the one before"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 from waiting import wait_until
 
-from areal_tasks.launchers.cluster import TAKEN_BACK
+from areal_tasks.launchers.cluster import PREEMPTED
 from machines.bed import Machine, Machines, Process
 from machines.clusters import HEAD, Cluster, OnRay, OnSlurm, OnStarters, pause
 from machines.starter import PORT
@@ -96,7 +96,7 @@ class Run:
 
     def recover(self, lost: str, since: float) -> float:
         """A service of the lost node starts elsewhere; after how many seconds an iteration was finished."""
-        ended = self.wait_for("starting it again", since)
+        ended = self.wait_for("restarting it", since)
         again = self.wait_for("starts on", ended)
         closed = self.wait_for(" done (", again)
         print(f"{lost}: found after {ended - since:.0f} s, a service starts elsewhere after {again - since:.0f} s,")
@@ -275,7 +275,7 @@ def test_a_run_goes_on_after_the_cluster_has_taken_a_node(cluster: OnSlurm | OnR
     run.finish(begin)
     if isinstance(cluster, OnSlurm):
         ends = re.findall(r"service \S+ ended with (\S+);", run.printed)
-        assert set(ends) == {str(TAKEN_BACK)}, "no failure of any service"
+        assert set(ends) == {str(PREEMPTED)}, "no failure of any service"
 
 
 @pytest.mark.parametrize("cluster", [through_slurm], indirect=True)

@@ -1,4 +1,4 @@
-"""A rollout worker in the event loop of the flow's book: all that it does, but for HTTP and processes."""
+"""A rollout worker in the event loop of the flow's tracker: all that it does, but for HTTP and processes."""
 
 from __future__ import annotations
 
@@ -99,17 +99,17 @@ class Here(Rollouts):
     def finished(self) -> dict[int, list[Sample]]:
         """In the memory of workers, and the flow knows it."""
         held = [held for link in self.links.by_start.values() for held in cast(Near, link).groups.finished.values()]
-        return {one.index: one.samples for one in held if one.index in self.book.finished.of}
+        return {one.index: one.samples for one in held if one.index in self.tracker.finished.of}
 
     @property
     def live(self) -> dict[int, int]:
         """The live groups' versions."""
-        return self.book.running.of | self.book.finished.of
+        return self.tracker.running.of | self.tracker.finished.of
 
     async def groups(self, workers: int = 1) -> list[int]:
         """The groups that the next iteration takes."""
         if not self.links.by_start:
-            await self.have({(str(n), 0) for n in range(workers)})
+            await self.use_workers({(str(n), 0) for n in range(workers)})
         parts = await self.take(f"run/iteration/attempt={new_attempt()}")
         self.rows = pa.concat_tables([read_table(self.spool.store, part.tables["rollout"]) for part in parts])
         assert self.rows["group_id"].to_pylist() == sorted(self.rows["group_id"].to_pylist())

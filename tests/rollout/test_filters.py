@@ -22,7 +22,7 @@ from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import kind_of, load_function, rejection, rejection_by
 from areal_tasks.rollout.judging import Judge, VerifiersFailed, judged_table, row_of
 from areal_tasks.rollout.rejections import Rejections
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import spooled_rows
 from areal_tasks.stages.generation import made_with
 from areal_tasks.stages.graphs import stages
@@ -207,8 +207,8 @@ def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(
             found.consume(taken)
         ending.cancel()
         assert set(consumed.values()) == {1} and not unwanted & set(consumed)
-        assert set(range(found.book.settled.prefix)) <= {*consumed, *unwanted} and not found.live
-        assert Counter(scene.begun) == Counter({*consumed, *(i for i in unwanted if i in found.book.settled)})
+        assert set(range(found.tracker.settled.prefix)) <= {*consumed, *unwanted} and not found.live
+        assert Counter(scene.begun) == Counter({*consumed, *(i for i in unwanted if i in found.tracker.settled)})
 
     go(work())
 
@@ -217,7 +217,7 @@ def test_a_rejection_is_recorded_before_the_groups_that_it_has_made_room_for_are
     async def work() -> None:
         found = filtered(Numbered(), local_store, judge(lambda group: float(group not in (1, 2))))
         assert await found.groups() == [0, 3, 4, 5]
-        waiting, rejected = at(local_store, owner=2).recover(Settled())  # killed now, the flow would know them
+        waiting, rejected = at(local_store, owner=2).recover(SettledGroups())  # killed now, the flow would know them
         assert [(group.index, group.reason, group.reward) for group in rejected] == [
             (1, "min_success: 0 of the samples are correct", 0.0),
             (2, "min_success: 0 of the samples are correct", 0.0),
@@ -235,11 +235,11 @@ def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -
         by.filters = Filters()
         found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+        await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
 
     go(work())
     later = at(local_store, owner=2)
-    waiting = [group.index for group in later.recover(Settled())[0]]
+    waiting = [group.index for group in later.recover(SettledGroups())[0]]
     rows = spooled_rows(local_store, later.records(waiting), "judged").sort_by("group_id")
     assert rows["group_id"].to_pylist() == sorted(waiting) == list(range(2 * BATCH))
     assert rows["reward"].to_pylist() == pytest.approx([i / 10 for i in range(2 * BATCH)])
@@ -272,12 +272,12 @@ def test_what_a_workflow_has_asked_about_keeps_the_verdict_that_it_has_seen(loca
     async def work() -> None:
         found = filtered(scene, local_store, Judge(verify, "with", Filters()), 1, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.book.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+        await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
 
     scene = Asking()
     go(work())
     later = at(local_store, owner=2)
-    waiting = [group.index for group in later.recover(Settled())[0]]
+    waiting = [group.index for group in later.recover(SettledGroups())[0]]
     rows = spooled_rows(local_store, later.records(waiting), "judged").to_pylist()
     rewards = {row["group_id"]: row["reward"] for row in rows}
     assert len(rows) == 2 * BATCH and scene.seen == {group: rewards[group] for group in waiting if group % 2 == 0}
@@ -361,7 +361,7 @@ def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> Non
         found = filtered(Numbered(), some_store(), Judge(verify, "with", Filters(equal_rewards=True)))
         with pytest.raises(VerifiersFailed, match="lost again and again"):
             await found.groups()
-        assert not found.book.failures
+        assert not found.tracker.failures
 
     go(work())
 

@@ -19,11 +19,11 @@ from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.rollouts import Rollouts
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
 from areal_tasks.rollout.staleness import Finished, Staleness
 from areal_tasks.rollout.worker.groups import Groups
@@ -90,8 +90,8 @@ def rollouts(
         make = lambda tell: Groups(scene, context, prompt_of, settings, writer(store), tell, judge)  # noqa: E731
         return Near(url, flow, make).link
 
-    book = Book(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
-    return Here(book, client, cast(Any, None), near, settings, at(store), writer(store))
+    tracker = GroupTracker(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
+    return Here(tracker, client, cast(Any, None), near, settings, at(store), writer(store))
 
 
 def reasons(found: Rollouts) -> dict[int, str]:
@@ -152,14 +152,14 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
     async def work(store: Store) -> None:
         scene = Scene()
         found = rollouts(scene, store, eta)
-        await found.have({("0", 0)})
+        await found.use_workers({("0", 0)})
         await until(lambda: found.links.ready())
         for scene.version in range(before):
             found.consume(await found.groups())
         found.held.set()
         scene.version, begun = before, begun_by(found)
         found.begin()
-        await until(lambda: found.book.ready() == len(found.live))
+        await until(lambda: found.tracker.ready() == len(found.live))
         await found.flush()
         await until(lambda: all(found.spool.records([index]) for index in found.live))
         assert begun_by(found) == begun
@@ -177,7 +177,7 @@ def test_while_it_is_held_only_what_a_stage_waits_for_begins(eta: int, before: i
 
 def begun_by(found: Here) -> int:
     """How many groups have begun so far, where none has failed."""
-    return found.book.settled.prefix + len(found.live)
+    return found.tracker.settled.prefix + len(found.live)
 
 
 def test_nothing_is_generated_that_no_iteration_is_left_to_train_on() -> None:
@@ -199,11 +199,14 @@ def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store)
         assert Counter(scene.begun)[1] == Counter(scene.begun)[2] == 3
         assert reasons(found) == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
         found.consume([0, 3, 4, 5])
-        assert found.book.settled == Settled(6)
-        assert at(local_store, owner=2).recover(Settled()) == ([], [])  # killed now, the flow would try them again
-        assert (await found.settled())[0] == Settled(6)  # a commit is to count them
+        assert found.tracker.settled == SettledGroups(6)
+        assert at(local_store, owner=2).recover(SettledGroups()) == (
+            [],
+            [],
+        )  # killed now, the flow would try them again
+        assert (await found.settled())[0] == SettledGroups(6)  # a commit is to count them
         again = at(local_store, owner=2)
-        assert sorted(group.index for group in again.recover(Settled())[1]) == [1, 2]
+        assert sorted(group.index for group in again.recover(SettledGroups())[1]) == [1, 2]
 
     go(work())
 
@@ -257,7 +260,7 @@ def test_without_a_server_the_stage_fails_and_its_groups_begin_again_when_it_is_
             await found.groups()
         down[0] = False
         assert await found.groups() == [0, 1, 2, 3]
-        assert Counter(scene.begun) == {0: 1, 1: 1, 2: 1, 3: 2} and not found.book.failures
+        assert Counter(scene.begun) == {0: 1, 1: 1, 2: 1, 3: 2} and not found.tracker.failures
 
     go(work())
 
@@ -340,7 +343,7 @@ def test_a_rollout_of_another_start_settles_its_own_groups() -> None:
             scene.ends[group].set_result(None)
         assert await taking == [4, 5, 6, 7]
         found.consume([0, 1, 2, 9])  # 9 was not begun here; 3 and 4 … 7 are one too many for iteration 1
-        assert found.book.rule.holds(1, Counter(found.live.values()))
+        assert found.tracker.rule.holds(1, Counter(found.live.values()))
         scene.at_once, scene.version = True, 1
         for future in scene.ends.values():
             future.done() or future.set_result(None)
@@ -375,13 +378,13 @@ def test_no_more_groups_are_under_way_than_the_servers_can_be_at() -> None:
 
 def test_groups_of_weights_that_the_next_iteration_does_not_have_wait() -> None:
     """A start that goes back behind a publication has them in its spool."""
-    book = Book(Staleness(lambda k: 2, 9, lambda k: BATCH), 3)
-    assert [group.index for group in book.restore([Finished(20, 3), Finished(21, 4)])] == [20]
+    tracker = GroupTracker(Staleness(lambda k: 2, 9, lambda k: BATCH), 3)
+    assert [group.index for group in tracker.restore([Finished(20, 3), Finished(21, 4)])] == [20]
 
 
 def test_the_weaker_rule_keeps_what_is_late() -> None:
-    book = Book(Staleness(lambda k: 1, 9, lambda k: BATCH, "admission"), 3)
-    assert [group.index for group in book.restore([Finished(20, 0), Finished(21, 4)])] == [20]
+    tracker = GroupTracker(Staleness(lambda k: 1, 9, lambda k: BATCH, "admission"), 3)
+    assert [group.index for group in tracker.restore([Finished(20, 0), Finished(21, 4)])] == [20]
 
 
 # ── the spool ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -394,7 +397,7 @@ def spooled(store: Store, eta: int, flush_seconds: float) -> list[int]:
 
     async def work() -> None:
         taken.extend(await found.groups())
-        await until(lambda: found.book.ready() == (eta + 1) * BATCH)
+        await until(lambda: found.tracker.ready() == (eta + 1) * BATCH)
         if not flush_seconds:
             await until(lambda: all(found.spool.records([index]) for index in found.live))
 
@@ -405,7 +408,7 @@ def spooled(store: Store, eta: int, flush_seconds: float) -> list[int]:
 def test_what_waits_for_too_long_outlives_the_flow(local_store: Store) -> None:
     taken = spooled(local_store, eta=2, flush_seconds=0.0)
     later = at(local_store, owner=2)
-    waiting, rejected = later.recover(Settled().add(taken))
+    waiting, rejected = later.recover(SettledGroups().add(taken))
     assert sorted(group.index for group in waiting) == list(range(4, 12)) and not rejected
     rows = spooled_rows(local_store, later.records(range(4, 12)), "rollout").sort_by("group_id")
     assert rows["input_ids"].to_pylist() == [[1, group, 3] for group in range(4, 12)]
@@ -421,18 +424,18 @@ def test_a_start_that_lives_on_can_record_nothing_once_the_next_has_looked(local
     first = writer(local_store)
     first.write({0: (0, [sample(0, 0)])})
     second = at(local_store, owner=2)
-    assert [group.index for group in second.recover(Settled())[0]] == [0]
+    assert [group.index for group in second.recover(SettledGroups())[0]] == [0]
     with pytest.raises(StartClosed, match="ended by owner 2"):
         first.write({1: (0, [sample(1, 0)])})
     writer(local_store, owner=2).write({1: (0, [sample(1, 0)])})
-    assert sorted(group.index for group in at(local_store, owner=3).recover(Settled())[0]) == [0, 1]
+    assert sorted(group.index for group in at(local_store, owner=3).recover(SettledGroups())[0]) == [0, 1]
 
 
 def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog: pytest.LogCaptureFixture) -> None:
     writer(local_store).write({0: (0, [sample(0, 0)])}, [RejectedGroup(index=5, reason="failed: boom")])
-    assert at(local_store, owner=2, made_with="other").recover(Settled()) == ([], [])
+    assert at(local_store, owner=2, made_with="other").recover(SettledGroups()) == ([], [])
     assert "1 groups in the spool were made with other settings" in caplog.text
-    assert [g.index for g in at(local_store, owner=3).recover(Settled())[0]] == [0]  # as they were made again
+    assert [g.index for g in at(local_store, owner=3).recover(SettledGroups())[0]] == [0]  # as they were made again
 
 
 def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Store) -> None:
@@ -448,7 +451,7 @@ def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Sto
     assert spool.places() == [(0, 4), (1, 2)]  # the first may record more
     later = at(local_store, owner=2)
     later.first = spool.places()
-    assert sorted(group.index for group in later.recover(Settled().add([0, 2, 1, 4]))[0]) == [3, 5]
+    assert sorted(group.index for group in later.recover(SettledGroups().add([0, 2, 1, 4]))[0]) == [3, 5]
     assert later.places() == [(1, 2)]
     later.forget([3])
     assert later.places() == [(1, 3)]
@@ -466,7 +469,7 @@ def test_a_start_that_nobody_has_spoken_of_is_read_from_its_beginning(local_stor
     spool.forget([0, 2])
     later = at(local_store, owner=2)
     later.first = spool.places()
-    assert [group.index for group in later.recover(Settled().add([0, 2]))[0]] == [1]
+    assert [group.index for group in later.recover(SettledGroups().add([0, 2]))[0]] == [1]
 
 
 def test_a_group_that_two_records_hold_is_taken_from_one(local_store: Store) -> None:
@@ -505,7 +508,7 @@ def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(
         await until(lambda: 2 in found.finished)
         await found.close()
         taking.cancel()
-        assert [group.index for group in at(local_store, owner=2).recover(Settled())[0]] == [2]
+        assert [group.index for group in at(local_store, owner=2).recover(SettledGroups())[0]] == [2]
 
     go(work())
 
@@ -530,14 +533,14 @@ def test_a_record_that_was_stored_and_not_answered_is_its_own(
         patch.setattr(LocalBackend, "read", unread)
         spool.write({1: (0, [sample(1, 0)])})
     spool.write({1: (0, [sample(1, 0)]), 2: (0, [sample(2, 0)])})
-    assert sorted(group.index for group in at(local_store, owner=2).recover(Settled())[0]) == [0, 1, 2]
+    assert sorted(group.index for group in at(local_store, owner=2).recover(SettledGroups())[0]) == [0, 1, 2]
 
 
 def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) -> None:
     writer(local_store).write(
         {1: (0, [sample(1, 0)])}, [RejectedGroup(index=1, reason="failed: by an earlier start that lived on")]
     )
-    waiting, rejected = at(local_store, owner=2).recover(Settled())
+    waiting, rejected = at(local_store, owner=2).recover(SettledGroups())
     assert [group.index for group in waiting] == [1] and not rejected
 
 
@@ -545,7 +548,7 @@ def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
     spool = writer(local_store)
     later = at(local_store, owner=2)
     spool.write({3: (1, [sample(3, 1)]), 1: (0, [sample(1, 0)])})
-    later.recover(Settled())
+    later.recover(SettledGroups())
     table = spooled_rows(local_store, later.records([1]), "rollout")
     assert isinstance(table, pa.Table) and table["sample_id"].to_pylist() == ["1-0"]
     assert table["stale_kv"].to_pylist() == [[False, False, False]]

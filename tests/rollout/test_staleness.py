@@ -1,4 +1,4 @@
-"""The staleness rule against its definition, and the book under random interleavings."""
+"""The staleness rule against its definition, and the tracker under random interleavings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_tasks.rollout.book import Book
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.group_tracker import GroupTracker
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.staleness import Finished, Staleness, Versions
 
 BATCHES = st.lists(st.integers(1, 5), min_size=1, max_size=12)
@@ -80,14 +80,14 @@ def test_another_rule_keeps_as_many_finished_groups_as_have_a_schedule(
     """Then as many others: whatever is given up, no more could be kept."""
     batches = (batches * 12)[:12]
     after = Staleness(etas.__getitem__, 11, batches.__getitem__)
-    book = Book(Staleness(lambda k: 20, 11, lambda k: 99), k)
+    tracker = GroupTracker(Staleness(lambda k: 20, 11, lambda k: 99), k)
     for index, (version, finished) in enumerate(groups):
-        (book.finished if finished else book.running).add(index, min(version, k))
-    before = book.running.of | book.finished.of
-    running, finished_ones = book.follow(after)
-    kept, live = Counter(book.finished.of.values()), Counter((book.running.of | book.finished.of).values())
+        (tracker.finished if finished else tracker.running).add(index, min(version, k))
+    before = tracker.running.of | tracker.finished.of
+    running, finished_ones = tracker.change_rule(after)
+    kept, live = Counter(tracker.finished.of.values()), Counter((tracker.running.of | tracker.finished.of).values())
     assert after.holds(k, live) and len(before) == live.total() + len(running) + len(finished_ones)
-    assert not any(group in book for group in [*running, *finished_ones])
+    assert not any(group in tracker for group in [*running, *finished_ones])
     assert not any(after.holds(k, live + Counter([before[group]])) for group in running)
     assert not any(after.holds(k, kept + Counter([before[group]])) for group in finished_ones)
 
@@ -128,10 +128,12 @@ def test_an_iteration_takes_what_is_due_first_and_only_if_the_rest_can_follow(
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
 def test_settled_groups_are_a_set(indices: list[int], prefix: int) -> None:
-    settled = Settled(prefix).add(indices)
+    settled = SettledGroups(prefix).add(indices)
     expected = set(range(prefix)) | set(indices)
     assert {i for i in range(60) if i in settled} == expected
-    assert Book(staleness(4, [9] * 9), 0, settled).lease(0, 5) == [i for i in range(100) if i not in expected][:5]
+    assert (
+        GroupTracker(staleness(4, [9] * 9), 0, settled).lease(0, 5) == [i for i in range(100) if i not in expected][:5]
+    )
     assert all(b > settled.prefix for b in settled.beyond)
 
 
@@ -142,17 +144,17 @@ def test_lengths_trained_on_are_the_lengths_generated(eta: int) -> None:
 
     draw, batches = random.Random(eta), [6] * 40
     lengths = {i: draw.lognormvariate(0, 1.5) for i in range(6 * 40 + 200)}
-    book, clock, ends, order = Book(staleness(eta, batches), 0), 0.0, {}, []
+    tracker, clock, ends, order = GroupTracker(staleness(eta, batches), 0), 0.0, {}, []
     version = 0
-    while book.next < len(batches):
-        ends |= {index: clock + lengths[index] for index in book.lease(version)}
-        if (chosen := book.take()) is not None:
-            book.consume(group.index for group in chosen)
+    while tracker.next < len(batches):
+        ends |= {index: clock + lengths[index] for index in tracker.lease(version)}
+        if (chosen := tracker.take()) is not None:
+            tracker.consume(group.index for group in chosen)
             order += [group.index for group in chosen]
-            version = book.next
+            version = tracker.next
             continue
         index = min(ends, key=ends.__getitem__)
         clock = ends.pop(index)
-        book.finish(index, book.running.of[index])
+        tracker.finish(index, tracker.running.of[index])
     assert sorted(order) == list(range(6 * 40))
     assert all(a != b for a, b in pairwise(sorted(order)))

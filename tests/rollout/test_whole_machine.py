@@ -1,8 +1,8 @@
 """A run's flow, workers, spool and commits as one state machine: any of them is killed between any two steps.
 
-All of it is what a run uses, but for HTTP, processes and the trainer: the book, workers and their groups, filters, the
-spool in a real store, and what a commit says of them. Threads run what they are given at once, so that every
-interleaving is one of the machine's choices.
+All of it is what a run uses, but for HTTP, processes and the trainer: the group tracker, workers and their groups,
+filters, the spool in a real store, and what a commit says of them. Threads run what they are given at once, so that
+every interleaving is one of the machine's choices.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from test_rollouts import at, sample, writer
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.rollouts import Rollouts, recover
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.worker.groups import Groups
@@ -105,7 +105,7 @@ class Commit:
     """What the last commit says, and the next iteration's rollout if that is committed already."""
 
     next: int = 0
-    settled: Settled = Settled()  # noqa: RUF009 - frozen
+    settled: SettledGroups = SettledGroups()  # noqa: RUF009 - frozen
     places: Sequence[Place] = tuple(NOTHING_SPOOLED)
     rollout: list[int] | None = None
 
@@ -145,7 +145,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(turns):
             await asyncio.sleep(0)  # a turn of the event loop
         if self.leaving:
-            await self.tend()
+            await self.supervise()
         if self.taking is not None and self.taking.done():
             self.took(self.taking.result())
 
@@ -154,19 +154,21 @@ class Run(RuleBasedStateMachine):
     async def start(self, eta: int) -> None:
         """A start of the flow, from what the store has, as `Generation` does it."""
         self.etas, owner, self.leaving = [eta] * len(self.batches), next(self.owners), set[str]()
-        book = Book(self.bound(), self.commit.next, self.commit.settled, self.pace)
+        tracker = GroupTracker(self.bound(), self.commit.next, self.commit.settled, self.pace)
         if self.commit.rollout is not None:
-            book.consume(self.commit.rollout)
+            tracker.consume(self.commit.rollout)
         spool = replace(at(self.store, owner), first=self.commit.places)
-        recover(book, spool)
-        everything, _ = at(self.store, owner).recover(book.settled)
-        assert {g.index for g in everything if book.rule.deadline(g.version) >= book.next} >= book.finished.of.keys()
-        assert {g.index for g in spool.recover(book.settled)[0]} == {g.index for g in everything}
+        recover(tracker, spool)
+        everything, _ = at(self.store, owner).recover(tracker.settled)
+        assert {
+            g.index for g in everything if tracker.rule.deadline(g.version) >= tracker.next
+        } >= tracker.finished.of.keys()
+        assert {g.index for g in spool.recover(tracker.settled)[0]} == {g.index for g in everything}
         client = cast(InferenceClient, self.servers)
-        self.found = Here(book, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
+        self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
         self.taking: asyncio.Task[list[Written]] | None = None
         self.servers.version = self.trained = self.commit.next
-        await self.found.have(set(self.starts.items()))
+        await self.found.use_workers(set(self.starts.items()))
 
     def bound(self) -> Staleness:
         last, etas, batches = len(self.batches) - 1, list(self.etas), list(self.batches)
@@ -176,14 +178,14 @@ class Run(RuleBasedStateMachine):
     @rule(eta=st.integers(1, 3), batch=st.integers(1, 3), later=st.integers(1, 3), turns=st.integers(0, 20))
     def change(self, eta: int, batch: int, later: int, turns: int) -> None:
         """Another η and batch from an iteration on that takes its groups later; η > 0 stays so, as does 0."""
-        first = self.found.book.next + later
+        first = self.found.tracker.next + later
         for k in range(first, len(self.batches)):
             self.etas[k], self.batches[k] = min(self.etas[k], 1) * eta, batch
 
         async def work() -> None:
-            running = set(self.found.book.running.of)
-            self.found.follow(self.bound(), "the test says so")
-            assert not any(index in self.found.book.settled for index in running), "these begin again"
+            running = set(self.found.tracker.running.of)
+            self.found.change_rule(self.bound(), "the test says so")
+            assert not any(index in self.found.tracker.settled for index in running), "these begin again"
 
         self.do(work(), turns)
 
@@ -300,7 +302,7 @@ class Run(RuleBasedStateMachine):
             if url in self.leaving:  # it is not started again
                 self.leaving.remove(url)
                 del self.starts[url]
-            await self.found.have(set(self.starts.items()))
+            await self.found.use_workers(set(self.starts.items()))
 
         self.do(work(), turns)
 
@@ -309,7 +311,7 @@ class Run(RuleBasedStateMachine):
         """Another worker, while the others go on."""
         if len(self.starts) < 4:
             self.starts[str(max(map(int, self.starts)) + 1)] = 0
-            self.do(self.found.have(set(self.starts.items())), turns)
+            self.do(self.found.use_workers(set(self.starts.items())), turns)
 
     @rule(pick=st.integers(0), turns=st.integers(0, 20))
     def leave(self, pick: int, turns: int) -> None:
@@ -317,15 +319,15 @@ class Run(RuleBasedStateMachine):
         if len(self.starts) > len(self.leaving) + 1:
             staying = [url for url in self.starts if url not in self.leaving]
             self.leaving.add(staying[pick % len(staying)])
-            self.do(self.tend(), turns)
+            self.do(self.supervise(), turns)
 
-    async def tend(self) -> None:
+    async def supervise(self) -> None:
         """As `Workers` does it."""
         for url, start in await self.found.leave([(url, self.starts[url]) for url in self.leaving]):
             assert not self.found.near(url).groups.finished, "it holds nothing"
             self.leaving.remove(url)
             del self.starts[url], start
-            await self.found.have(set(self.starts.items()))
+            await self.found.use_workers(set(self.starts.items()))
 
     @precondition(lambda self: self.zombies)
     @rule(pick=st.integers(0), turns=st.integers(0, 20))
@@ -353,21 +355,21 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def the_rule_holds(self) -> None:
-        if hasattr(self, "found") and (book := self.found.book).next < len(self.batches):
-            assert book.rule.holds(book.next, Counter(self.found.live.values()))
+        if hasattr(self, "found") and (tracker := self.found.tracker).next < len(self.batches):
+            assert tracker.rule.holds(tracker.next, Counter(self.found.live.values()))
 
     @invariant()
     def counts_are_those_of_the_groups(self) -> None:
         if not hasattr(self, "found"):
             return
-        book, assigned = self.found.book, self.found._assigned
-        for groups in (book.running, book.finished):
+        tracker, assigned = self.found.tracker, self.found._assigned
+        for groups in (tracker.running, tracker.finished):
             assert groups.counts == Counter(groups.of.values())
-        assert all(group in book or group in book.settled for group in range(book._lowest))
+        assert all(group in tracker or group in tracker.settled for group in range(tracker._lowest))
         found = Counter((one.link, one.state) for one in assigned.by_group.values())
         assert dict(assigned._counts) == dict(found)  # and no link without groups is kept
         for group, one in assigned.by_group.items():
-            assert (group in book.finished.of) == (one.state == "held") and group in assigned.of(one.link)
+            assert (group in tracker.finished.of) == (one.state == "held") and group in assigned.of(one.link)
 
     def teardown(self) -> None:
         """Whatever has happened, the run comes to its end when groups end and nobody is killed: no deadlock."""

@@ -17,7 +17,7 @@ from waiting import until
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.links import Assignments
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.suspects import Suspects
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.spool import StartClosed, read_start
@@ -50,7 +50,7 @@ def test_groups_that_a_killed_worker_has_spooled_are_not_lost(local_store: Store
         found.consume(await found.groups())
         await until(lambda: all(found.spool.records([group]) for group in (4, 11)))
         found.near().lose()
-        await found.have({("0", 1)})
+        await found.use_workers({("0", 1)})
         scene.version = 1
         assert await found.groups() == [4, 5, 6, 7]
         assert Counter(scene.begun)[4] == 1
@@ -98,19 +98,19 @@ def test_the_group_that_ends_its_worker_is_found_by_halves_and_rejected(workers:
         starts = {(link.url, n + (link.url == worker)) for (_, n), link in found.links.by_start.items()}
         found.near(worker).lose()
         assert await found.explained_ends() >= set(found.links.by_start) - starts
-        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(found.have(starts)))
+        asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(found.use_workers(starts)))
         await asyncio.Event().wait()
 
     async def work() -> None:
         nonlocal found
         found = rollouts(scene, some_store(), eta=eta, group_attempts=3)
         taken: list[int] = []
-        while found.book.settled.prefix <= guilty or len(taken) < 8 * BATCH:  # it may begin again after others
+        while found.tracker.settled.prefix <= guilty or len(taken) < 8 * BATCH:  # it may begin again after others
             scene.version = len(taken) // BATCH
             taken += await found.groups(workers)
             found.consume(taken[-BATCH:])
         assert len(set(taken)) == len(taken) and guilty not in taken
-        assert found.rejections.counts == {"failed": 1} and not found.book.failures
+        assert found.rejections.counts == {"failed": 1} and not found.tracker.failures
         await found.close()
 
     scene, found = Crashing(), cast(Any, None)
@@ -170,10 +170,10 @@ def test_a_worker_keeps_no_more_finished_groups_in_memory_than_it_may(local_stor
     async def work() -> None:
         found = rollouts(Scene(), local_store, eta=3, flush_seconds=3600.0, groups_in_memory=2)
         await found.groups()
-        await until(lambda: len(found.near().groups.finished) <= 2 and found.book.ready() == 4 * BATCH)
+        await until(lambda: len(found.near().groups.finished) <= 2 and found.tracker.ready() == 4 * BATCH)
 
     go(work())
-    assert len(at(local_store, owner=2).recover(Settled())[0]) >= 4 * BATCH - 2
+    assert len(at(local_store, owner=2).recover(SettledGroups())[0]) >= 4 * BATCH - 2
 
 
 def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
@@ -183,7 +183,7 @@ def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: len(scene.ends) == BATCH)
         found.received(found.near().link, Finished(number=77, index=2, version=0))
-        assert 2 in found.book.running.of
+        assert 2 in found.tracker.running.of
         for future in scene.ends.values():
             future.set_result(None)
         assert await taking == [0, 1, 2, 3]

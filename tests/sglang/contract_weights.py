@@ -143,7 +143,7 @@ def a_tensor_that_is_left_out_is_noticed(t: Target) -> None:
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     _left_out(
         t,
-        r"not what they were: model\.layers\.0\.self_attn\.qkv_proj\.weight\.",
+        r"these have changed: model\.layers\.0\.self_attn\.qkv_proj\.weight\.",
         {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.k_proj.weight" not in name},
     )
 

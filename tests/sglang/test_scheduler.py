@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_tasks.engines.sglang.scheduler import begin_together
+from areal_tasks.engines.sglang.scheduler import begin_in_batches
 
 
 def published(wanted: int | None, most: int, is_dflash_family: bool = False) -> int | None:
@@ -22,5 +22,5 @@ def published(wanted: int | None, most: int, is_dflash_family: bool = False) -> 
 )
 def test_a_tenth_of_the_places_is_free_when_samples_begin(wanted: int | None, most: int, expected: int | None) -> None:
     scheduler = SimpleNamespace(resolve_min_free_slots=published)
-    begin_together(scheduler)
+    begin_in_batches(scheduler)
     assert scheduler.resolve_min_free_slots(wanted, most, is_dflash_family=False) == expected

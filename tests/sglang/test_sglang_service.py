@@ -188,7 +188,7 @@ def test_a_store_that_is_away_while_it_starts_may_come_back(begin: Begin, monkey
     for name, value in {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", **keys}.items():
         monkeypatch.setenv(name, value)
     supervisor = begin(store_url="s3://arealflow/away")
-    with pytest.raises(Unavailable, match=f"'{NAME}' could not start: the store was away"):
+    with pytest.raises(Unavailable, match=f"'{NAME}' could not start: the store did not answer"):
         supervisor.wait([NAME])
 
 

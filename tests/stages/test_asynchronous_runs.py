@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stage_driver import GROUPS, drive, finished, left_over, start_driver, start_marked, store_in, tiny
 from waiting import wait_until
 
-from areal_tasks.rollout.settled import Settled, settled_after
+from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import groups_of
 from areal_tasks.stages.jobs import Job, run_directly
@@ -53,7 +53,7 @@ def stage(run: Run, k: int, name: str) -> Any:
 
 def check(run: Run, eta: int = ETA) -> None:
     """What holds of the rows of an asynchronous run, whatever has happened to the flow."""
-    consumed, settled = Counter[int](), Settled()
+    consumed, settled = Counter[int](), SettledGroups()
     for k, groups in enumerate(groups_by_iteration(run)):
         rows = read_table(run.store, stage(run, k, "rollout").tables["rollout"])
         order = list(zip(rows["group_id"].to_pylist(), rows["sample_index"].to_pylist(), strict=True))
@@ -71,7 +71,7 @@ def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -
     def execute(jobs: Sequence[Job]) -> list[Built]:
         generation = jobs[0].context.generation
         if generation is not None and jobs[0].label == "train 0":
-            wait_until(lambda: generation.book.ready() == ETA * GROUPS, "all that may begin with these weights")
+            wait_until(lambda: generation.tracker.ready() == ETA * GROUPS, "all that may begin with these weights")
         return run_directly(jobs)
 
     run = drive(tmp_path, "ahead", ahead(), execute)
@@ -110,8 +110,8 @@ def die_ahead(folder: Path, name: str, recipe: Recipe, label: str) -> None:
     def execute(jobs: Sequence[Job]) -> list[Built]:
         generation = jobs[0].context.generation
         if generation is not None and jobs[0].label == label:
-            book = generation.book
-            wait_until(lambda: any(i >= 2 * GROUPS for i in list(book.finished.of)))
+            tracker = generation.tracker
+            wait_until(lambda: any(i >= 2 * GROUPS for i in list(tracker.finished.of)))
             os.kill(os.getpid(), signal.SIGKILL)
         return run_directly(jobs)
 
@@ -148,15 +148,15 @@ def test_a_held_run_begins_nothing_ahead_and_its_finished_groups_are_in_the_stor
         generation, label = jobs[0].context.generation, jobs[0].label
         if label == "train 1":
             assert generation is not None
-            wait_until(lambda: generation.book.ready() > GROUPS, "groups that wait")
+            wait_until(lambda: generation.tracker.ready() > GROUPS, "groups that wait")
             generation.hold(True)
             store = store_in(tmp_path)
             wait_until(lambda: any(record.finished for record in records.read_start(store, "held", 0)), "the store")
         if generation is not None and label.startswith("train"):
-            left[label] = generation.book.live()
+            left[label] = generation.tracker.live()
         if label == "train 3":
             generation.hold(False)
-            wait_until(lambda: generation.book.live() > GROUPS, "groups ahead")
+            wait_until(lambda: generation.tracker.live() > GROUPS, "groups ahead")
         return run_directly(jobs)
 
     run = drive(tmp_path, "held", ahead(rollout={"flush_seconds": 3600.0}), execute)
@@ -183,5 +183,5 @@ def test_a_replay_keeps_the_groups_whatever_their_age(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 10))
 @settings(max_examples=30)
 def test_commits_say_which_groups_are_settled(beyond: list[int], prefix: int) -> None:
-    settled = Settled(prefix).add(beyond)
-    assert Settled(settled.prefix, frozenset(sorted(settled.beyond))) == settled
+    settled = SettledGroups(prefix).add(beyond)
+    assert SettledGroups(settled.prefix, frozenset(sorted(settled.beyond))) == settled

@@ -58,7 +58,7 @@ def asking(name: str, at: dict[str, Sequence[str]], store: Callable[[], Store]) 
     def execute(jobs: Sequence[Job]) -> list[Built]:
         for job in [job for job in jobs if job.label in at]:
             generation = job.context.generation
-            if generation is not None and generation.book.rule.eta(0):
+            if generation is not None and generation.tracker.rule.eta(0):
                 wait_until(partial(all_ready, generation), "all that may begin")
             request(load_run(store(), name), at.pop(job.label))
         return run_directly(jobs)
@@ -67,7 +67,7 @@ def asking(name: str, at: dict[str, Sequence[str]], store: Callable[[], Store]) 
 
 
 def all_ready(generation: Generation) -> bool:
-    return generation.book.ready() > 0 and generation.book.ready() == generation.book.live()
+    return generation.tracker.ready() > 0 and generation.tracker.ready() == generation.tracker.live()
 
 
 def recipes(run: Run, iterations: int) -> list[RlhfRecipe]:
@@ -190,7 +190,7 @@ def services(engines: Engines) -> tuple[int, int]:
     """Servers that may generate, and workers that get groups."""
     client, manager = engines.servers.inference(waits=False), engines.servers.workers._manager
     links = cast(Rollouts, manager).links
-    return sum(server.able for server in client.servers), len(links.ready()) if len(links.by_start) == len(
+    return sum(server.may_generate for server in client.servers), len(links.ready()) if len(links.by_start) == len(
         links.ready()
     ) else -1
 

@@ -13,7 +13,7 @@ from waiting import wait_until
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.session import Engines
-from areal_tasks.engines.starting import may_load_early, own_folder
+from areal_tasks.engines.starting import may_load_early, startable_folder
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
@@ -85,10 +85,10 @@ def test_only_the_first_start_of_a_run_begins_with_the_folder_that_it_copies(tmp
     (model / "config.json").write_text("{}")
     recipe = sglang(model)
     run = open_run(store_in(tmp_path), "r", recipe)
-    assert own_folder(run, recipe) is not None
-    assert own_folder(open_run(store_in(tmp_path), "r", recipe), recipe) is None
+    assert startable_folder(run, recipe) is not None
+    assert startable_folder(open_run(store_in(tmp_path), "r", recipe), recipe) is None
     for other in (sglang("run://x"), sglang("org/name"), tiny(), tiny_sft()):
-        assert own_folder(run, other) is None
+        assert startable_folder(run, other) is None
 
 
 LENDS = ["launcher.type=local", "inference.release_memory=true"]

@@ -89,7 +89,9 @@ def test_training_and_publication_go_on(tmp_path: Path, monkeypatch: pytest.Monk
         if jobs[0].label == "train 0":
             assert gate.closed.wait(LIMIT)
         if jobs[0].label == "train 3":
-            wait_until(lambda: all(one.able and one.version == 3 for one in pool_of(jobs[0]).servers), "it is back")
+            wait_until(
+                lambda: all(one.may_generate and one.version == 3 for one in pool_of(jobs[0]).servers), "it is back"
+            )
         built = run_directly(jobs)
         if jobs[0].label == "publish 1":
             versions.update({server.url: server.version for server in pool_of(jobs[0]).servers})

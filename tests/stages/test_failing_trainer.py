@@ -103,13 +103,13 @@ def test_the_caller_learns_what_kind_of_error_it_was(error: Exception, meant: ty
 
     app = Starlette(routes=[Route("/train", endpoint(fails, process._status, process._text), methods=["POST"])])
     sent = TestClient(app).post("/train")
-    distrusted: list[str] = []
+    broken: list[str] = []
     client = trainer_client.TrainerClient(
-        "http://trainer", Access(), Watchdog(Launcher(), lambda _name, _why: None), distrusted.append
+        "http://trainer", Access(), Watchdog(Launcher(), lambda _name, _why: None), broken.append
     )
     answer = httpx.Response(sent.status_code, content=sent.content)
     client.http = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://trainer")
     with pytest.raises(meant, match=says) as caught:
         client.run(Train(owner=1, version=0, digest="", kind="sft", iteration=0, tables={}), Trained)
     assert type(caught.value) is meant
-    assert bool(distrusted) == ("failed at" in says)
+    assert bool(broken) == ("failed at" in says)

@@ -11,7 +11,7 @@ from test_asynchronous_runs import stage
 from waiting import wait_until
 
 from areal_tasks.report.page import make_report
-from areal_tasks.rollout.settled import Settled, settled_after
+from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.stages.generation import groups_of
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
@@ -44,7 +44,7 @@ def rejections(run: Run) -> dict[int, str]:
 
 def check(run: Run, eta: int) -> None:
     """Each group is trained on once or rejected with a reason; verdicts are those that the filters have seen."""
-    rejected, settled = rejections(run), Settled()
+    rejected, settled = rejections(run), SettledGroups()
     consumed: list[int] = []
     for k in range(ITERATIONS):
         rollout = stage(run, k, "rollout")
@@ -53,7 +53,7 @@ def check(run: Run, eta: int) -> None:
         consumed += groups
         after = settled_after(run.commit(k))
         settled = settled.add(groups)
-        assert {*settled.without(Settled())} <= {*after.without(Settled())} <= {*consumed, *rejected}
+        assert {*settled.without(SettledGroups())} <= {*after.without(SettledGroups())} <= {*consumed, *rejected}
         judged = read_table(run.store, rollout.tables["judged"])
         verify = read_table(run.store, stage(run, k, "verify").tables["verify"])
         assert judged.select(verify.column_names).equals(verify)

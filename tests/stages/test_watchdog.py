@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flying_clock import SETTINGS, FlyingClock, look_often
+from flying_clock import SETTINGS, FlyingClock, poll_often
 from stage_driver import digests, drive, tiny
 from waiting import LIMIT
 
@@ -30,9 +30,9 @@ def test_services_that_hang_are_named_ended_and_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drive(tmp_path, "whole", WATCHED)
-    look_often(monkeypatch)
+    poll_often(monkeypatch)
     for module in (server, trainer_client):
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
+        monkeypatch.setattr(module, "HEALTH_SECONDS", 0.1)
     victims = {"train 1": "trainer", "rollout 2": "inference-0"}
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
@@ -67,7 +67,7 @@ WARN, HANG = 10.0, 40.0
 
 
 class Watched(Watchdog):
-    """A watchdog that looks when it is told to, at a clock that stands in between; and what it has ended."""
+    """A watchdog that polls only when called, with a clock that stands still in between; and what it has ended."""
 
     def __init__(self, kind: str = "local") -> None:
         settings = Launcher.model_validate({"type": kind, "warn_seconds": WARN, "hang_seconds": HANG})
@@ -84,7 +84,7 @@ class Watched(Watchdog):
         end = self.now + seconds
         while self.now < end:
             self.now += every
-            self.look()
+            self.poll_all()
 
 
 def stuck() -> Mapping[str, Heartbeat]:
@@ -101,10 +101,10 @@ def test_whoever_gets_on_is_left_alone_however_long_it_takes(caplog: pytest.LogC
 def test_only_the_one_that_is_silent_is_ended() -> None:
     watchdog = Watched()
 
-    def look() -> Mapping[str, Heartbeat]:
+    def poll() -> Mapping[str, Heartbeat]:
         return {"slow": Heartbeat(watchdog.now, "slowly"), **stuck(), "dead": Heartbeat(None, "no answer")}
 
-    with watchdog.waiting("work", look):
+    with watchdog.waiting("work", poll):
         watchdog.for_seconds(HANG - 2.5)
         assert not watchdog.ended
         watchdog.for_seconds(5.0)
@@ -154,7 +154,7 @@ def test_a_look_that_fails_does_not_end_the_watch() -> None:
     watchdog = Watched()
 
     def broken() -> Mapping[str, Heartbeat]:
-        raise RuntimeError("cannot look")
+        raise RuntimeError("cannot poll")
 
     with watchdog.waiting("one", broken), watchdog.waiting("other", stuck):
         watchdog.for_seconds(HANG + 2.5)

@@ -12,7 +12,7 @@ import pytest
 from store_builders import commit_stage, iteration_commit, manifest, recipe, table
 
 from areal_tasks.engines.servers import Servers
-from areal_tasks.rollout.book import Book
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.orders import Failed
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
@@ -211,9 +211,9 @@ def test_a_fork_begins_with_its_parents_settled_groups_and_an_empty_spool(run: R
     child = open_run(run.store, "child", recipe(), origin=Origin("run", 2))
     head = child.head()
     generation = Generation(child, head, 9, lambda k: recipe(), cast(Servers, None))
-    assert generation.book.settled == settled_after(head) and generation.book.settled.prefix == 5
+    assert generation.tracker.settled == settled_after(head) and generation.tracker.settled.prefix == 5
     assert generation.state() == {"next_group": 5}
-    assert Spool(child.store, child.name, child.owner, "made").recover(generation.book.settled) == ([], [])
+    assert Spool(child.store, child.name, child.owner, "made").recover(generation.tracker.settled) == ([], [])
     assert run_sql(run.store, "child", "SELECT count(*) AS n FROM spool").to_pylist() == [{"n": 0}]
     commit(child, 2, (5, 6), 7)
     assert defects(run.store, "child") == {}
@@ -229,15 +229,15 @@ def test_a_rejection_is_recorded_before_a_commit_counts_it(local_store: Store) -
     limits = recipe("rollout.group_attempts=1").rollout  # type: ignore[union-attr]
     nothing: Any = None
     rollouts = Rollouts(
-        Book(Staleness(lambda k: 0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits,
+        GroupTracker(Staleness(lambda k: 0, 9, lambda k: 2), 0), nothing, nothing, nothing, limits,
         Spool(run.store, run.name, run.owner, "made"), Writer(run.store, run.name, run.owner, "made"),
     )  # fmt: skip
     generation = Generation(run, None, 9, lambda k: recipe(), cast(Servers, None))
-    generation.book = rollouts.book
+    generation.tracker = rollouts.tracker
     generation._rollouts = rollouts
 
     async def reject_and_commit(loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
-        rollouts.book.lease(0)
+        rollouts.tracker.lease(0)
         rollouts._fail(Failed(number=0, index=0, reason="RuntimeError: no", cause="workflow"))
 
         def call(work: Any) -> Any:

@@ -20,7 +20,7 @@ def test_a_lower_owner_is_refused_for_ever() -> None:
     for owner in (2, 2, 5):
         fence.admit(owner)
     for _ in range(2):
-        with pytest.raises(StaleCommand, match="owner 2 was superseded by owner 5"):
+        with pytest.raises(StaleCommand, match="start #2 of this run was superseded by start #5"):
             fence.admit(2)
     fence.restart(9)
     with pytest.raises(StaleCommand):

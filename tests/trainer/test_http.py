@@ -143,7 +143,7 @@ def _check_owners(world: World, two: Service) -> None:
     for command in (_train(world, 0), _train(world, 6)):
         refusal = two.post("train", command)
         assert refusal.status_code == 403
-        assert "owner 1 was superseded by owner 2" in refusal.json()["error"]
+        assert "start #1 of this run was superseded by start #2" in refusal.json()["error"]
     health = _good(Health, two.http.get("/health")).model_dump(exclude={"stored"})
     fresh = {"version": 0, "step": 0, "owner": 2, "busy": False, "kept": None, "done": 0, "of": 0, "storing": ""}
     assert health == fresh

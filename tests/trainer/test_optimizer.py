@@ -28,14 +28,14 @@ from areal_tasks.engines.trainer.optimizer import (
     prepare_state,
     step_at,
 )
-from areal_tasks.engines.trainer.ranks import meet
+from areal_tasks.engines.trainer.ranks import join_process_group
 from schemas.recipe.training import Trainer
 
 
 @pytest.fixture
 def one_rank() -> Iterator[DeviceMesh]:
     """A process group of this process alone."""
-    meet(0, 1, dist.HashStore(), torch.device("cpu"))
+    join_process_group(0, 1, dist.HashStore(), torch.device("cpu"))
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 

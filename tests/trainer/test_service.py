@@ -88,7 +88,7 @@ def test_what_is_stale_is_refused_and_changes_nothing(rlhf: World) -> None:
     weights = _weights(trainer)
     with pytest.raises(StaleCommand, match="version 1 is held"):
         trainer.train(command.model_copy(update={"digest": "another"}))
-    with pytest.raises(StaleCommand, match="owner 2 was superseded by owner 3"):
+    with pytest.raises(StaleCommand, match="start #2 of this run was superseded by start #3"):
         trainer.train(_grpo(rlhf, 1, owner=2))
     with pytest.raises(StaleCommand, match="superseded"):
         trainer.load(Load(owner=2, version=0, weights=rlhf.initial))

@@ -198,7 +198,7 @@ def test_the_group_that_a_server_has_failed_in_is_left_by_all_that_stay(urls: li
 
 @pytest.fixture
 def bound_default() -> Iterator[None]:
-    """A default group of this process alone that is bound to a GPU, as a trainer's is (process_group.meet)."""
+    """A default group of this process alone that is bound to a GPU, as a trainer's is (ranks.join_process_group)."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     yield
@@ -275,7 +275,7 @@ def test_an_end_that_a_failed_server_leaves_waiting_is_told_so(
     url = f"http://127.0.0.1:{port}" if port else failing[0]
     sender, command = Sender(stuck, stuck_seconds=0.2), sending([url], 1, token)
     with suppress(WeightTransferRejected):
-        assert sender.together(command, UPDATE, [{}], lambda: _wait_for(released)).keys() == {url}
+        assert sender.run_collective(command, UPDATE, [{}], lambda: _wait_for(released)).keys() == {url}
     with pytest.raises(kind, match=words):
         raise told.pop()
     assert not told
@@ -285,7 +285,7 @@ def test_an_end_that_ends_is_left_alone(failing: list[str]) -> None:
     told: list[Exception] = []
     before = set(threading.enumerate())
     sender = Sender(told.append, stuck_seconds=LIMIT)
-    assert sender.together(sending(failing[:1], 1), UPDATE, [{}], lambda: None).keys() == {failing[0]}
+    assert sender.run_collective(sending(failing[:1], 1), UPDATE, [{}], lambda: None).keys() == {failing[0]}
     wait_until(lambda: set(threading.enumerate()) <= before, "the end of the watch")
     assert not told
 

@@ -1,6 +1,6 @@
 """The key-value cache of all slots, allocated once: `[slots, heads, length, dim]` per layer; attention over it.
 
-transformers sees an ordinary `Cache`; `aim` sets before each forward pass which rows and positions it writes and reads.
+transformers sees an ordinary `Cache`; `set_window` determines what the next forward pass writes and reads.
 
 Attention uses plain matrix products, like scaled-dot-product attention's math backend, whose results do not depend
 bitwise on the slot (the CPU flash backend's do), but it scales the queries rather than the whole cache and does not
@@ -27,7 +27,7 @@ _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 @dataclass
 class Window:
-    """What the next forward pass touches: it writes `positions` of `rows`, and reads `length` positions of `read`."""
+    """What the next forward pass writes, `positions` of `rows`, and reads: the first `length` positions of `read`."""
 
     rows: Tensor
     positions: Tensor
@@ -81,8 +81,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.window, shape, dtype) for _ in range(layers)])
         self._all = torch.arange(rows)[:, None]
 
-    def aim(self, rows: Int[Tensor, " n"] | None, positions: Int[Tensor, "n t"], length: int) -> None:
-        """The next forward pass writes `positions` of `rows` (None: the first n) and reads their first `length`."""
+    def set_window(self, rows: Int[Tensor, " n"] | None, positions: Int[Tensor, "n t"], length: int) -> None:
+        """Have the next forward pass write `positions` of `rows` (None: the first n), and read their first `length`."""
         at = self.window
         at.rows = self._all[: len(positions)] if rows is None else rows[:, None]
         at.read = slice(len(positions)) if rows is None else rows

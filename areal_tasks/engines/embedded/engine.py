@@ -1,7 +1,7 @@
 """Continuous batching in one thread: admit, prefill a chunk, decode a token for every slot, deliver, repeat.
 
 Deterministic mode makes every token a function of its own sequence alone: passes have shapes that `proven_shapes` has
-found, sampling is keyed by (seed, position), and rows have no other influence on each other.
+tested, sampling is keyed by (seed, position), and rows do not influence each other in any other way.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Engine:
         return self._command(lambda: self._update_weights(weights, version, keep_cache))
 
     def load(self) -> tuple[int, int]:
-        """(running, queued) sequences, roughly."""
+        """The numbers of running and of queued sequences; approximate while the engine works."""
         queued = sum(len(b.sequences) for b in list(self._queue))
         return max(len(self._jobs) - queued, 0), queued
 
@@ -122,6 +122,7 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            """Run the action in the engine's thread, and give its outcome to the future."""
             if self.failure is not None:
                 future.set_exception(RuntimeError(self.failure))
                 return
@@ -132,7 +133,7 @@ class Engine:
 
         self._commands.append(run)
         self._wake.set()
-        if self.failure is not None:  # the thread has ended and answers no more
+        if self.failure is not None:  # the thread has ended and runs no commands
             self._run_commands()
         return future
 
@@ -198,7 +199,7 @@ class Engine:
         return self.runner.shapes.prefill_rows[chunk_of(len(batch.tokens))][-1]
 
     def _prefill(self) -> None:
-        """Compute one chunk of the prompts with the first one's chunk size; those that end get their first token."""
+        """Compute one chunk of prompts with the first one's chunk size; complete prompts get their first token."""
         chunk = self._prefills[0].chunk
         sizes = self.runner.shapes.prefill_rows[chunk]
         group = [p for p in self._prefills if p.chunk == chunk][: sizes[-1]]
@@ -283,7 +284,7 @@ class Engine:
                 self._finish_slot(slot, {"type": "length", "length": self._slots.owner[slot].limit})
         for slot in self._slots.special.intersection(rows.tolist()):
             if self._slots.owner[slot].listener is not None:
-                self._slots.settle(slot, self.version)
+                self._slots.flush(slot, self.version)
                 self._slots.owner[slot].notify()
 
     def _finish_at_string(self, slot: int) -> None:
@@ -296,7 +297,7 @@ class Engine:
 
     def _finish_slot(self, slot: int, reason: dict[str, object]) -> None:
         sequence = self._slots.owner[slot]
-        self._slots.settle(slot, self.version)
+        self._slots.flush(slot, self.version)
         self._slots.release(slot)
         self._finish(sequence, reason)
 
@@ -312,7 +313,7 @@ class Engine:
     def _accept_job(self, job: Job) -> None:
         self._jobs.update(dict.fromkeys(job.sequences, job))
         if any(sequence.given for sequence in job.sequences):
-            self._requeue(job.sequences)  # a publication waits for scores
+            self._requeue(job.sequences)  # first, since a publication waits for scores
         else:
             self._queue.extend(share_prompts(job.sequences))
 
@@ -342,7 +343,7 @@ class Engine:
         back = self._cancel_prefills()
         for slot in np.flatnonzero(self._slots.active).tolist():
             back.append(self._slots.owner[slot])
-            self._slots.settle(slot, self.version)
+            self._slots.flush(slot, self.version)
             self._slots.release(slot)
         self._requeue(back)
 
@@ -359,9 +360,9 @@ class Engine:
 
     def _update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> None:
         if keep_cache:
-            self._requeue(self._cancel_prefills())  # one version computes a whole prompt
+            self._requeue(self._cancel_prefills())  # one version must compute a whole prompt
             for slot in np.flatnonzero(self._slots.active).tolist():
-                self._slots.settle(slot, self.version)
+                self._slots.flush(slot, self.version)
         else:
             self._retract()
         self.runner.load_weights(weights)

@@ -69,7 +69,7 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
 
 
 def _end() -> None:
-    """End the process: its supervisor starts another."""
+    """End the process, which its supervisor restarts."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 class Server:
-    """The routes."""
+    """The HTTP routes of one engine."""
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self.engine = engine
@@ -103,6 +103,7 @@ class Server:
         return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, NotFinite, RuntimeError), _failed))
 
     async def generate(self, request: Request) -> Response:
+        """POST /generate: samples the request's prompts; aborts them if the client disconnects."""
         body = parse(Generate, await request.body())
         asked = open_request(body, self.engine)
         if body.stream:
@@ -127,6 +128,7 @@ class Server:
         return _json({"status": "ok", "message": "continued"})
 
     async def update_weights(self, request: Request) -> Response:
+        """POST /update_weights_from_disk: answers when the engine generates with the new weights."""
         body = parse(UpdateWeights, await request.body())
         if not body.flush_cache and not self.engine.paused:
             raise UserError("flush_cache=false keeps the old cache: pause with mode in_place first")
@@ -143,7 +145,7 @@ class Server:
             return read_weights_folder(folder, self.engine.runner.model)
 
     async def health(self, request: Request) -> Response:
-        """Healthy if the engine generates any token, if only for this request; a paused engine need not."""
+        """GET /health_generate: healthy if the engine generates any token, or is paused."""
         if not self.engine.paused and self.engine.failure is None and not await self._generates():
             return _json({"error": f"no token within {HEALTH_SECONDS:.0f} s"}, 503)
         if self.engine.failure is not None:
@@ -175,7 +177,7 @@ class Server:
 
 
 def status_of(error: BaseException) -> int:
-    """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 when the engine or the store is gone."""
+    """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 if engine or store do not answer."""
     if isinstance(error, NotFinite):
         return 500
     return 400 if isinstance(error, UserError) and not isinstance(error, Unavailable) else 503

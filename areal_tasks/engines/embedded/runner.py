@@ -1,4 +1,4 @@
-"""The model and its cache: one forward pass to decode, one to prefill, weights replaced in place, proven shapes."""
+"""The model and its cache: forward passes for decode and prefill, weights replaced in place, bitwise safe shapes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Runner:
     def _forward(
         self, rows: Tensor | None, tokens: Tensor, positions: Tensor, length: int, keep: int | Tensor
     ) -> Float[Tensor, "n kept vocab"]:
-        self.cache.aim(rows, positions, length)
+        self.cache.set_window(rows, positions, length)
         visible = self._range[:length] <= positions[:, None, :, None]
         mask = torch.zeros(visible.shape, dtype=self.model.dtype).masked_fill_(~visible, -torch.inf)
         output = self.model(
@@ -124,7 +124,7 @@ class Runner:
         return logits
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights in place. Nothing is changed unless every tensor is there, finite and of its shape."""
+        """Replace the weights in place. UserError, and no change, unless all tensors are there, finite and in shape."""
         held = self._held
         wrong = [n for n, p in held.items() if n not in weights or weights[n].shape != p.shape]
         if wrong:
@@ -215,9 +215,9 @@ LAYERS: Final = 2
 def proven_shapes(runner: Runner) -> Shapes:
     """The shapes of `runner` whose rows are bitwise identical to those of the largest. Uses the cache, and clears it.
 
-    Which matrix kernels run, and from how many rows on they treat each row alike, is a property of the machine. So it
-    is measured at the start, with the running model. (With AVX-512 nearly all shapes are equal; attention that reads
-    256 positions is not, since the matrix library sums so many in another order.) Two layers suffice, since a model's
+    The machine determines which matrix kernels run, and from how many rows on they treat each row alike. So this is
+    measured at the start, with the running model. (With AVX-512 nearly all shapes are equal; attention that reads 256
+    positions is not, since the matrix library sums so many in another order.) Two layers suffice, since a model's
     layers have the same shapes.
     """
     old, positions = runner.shapes, min(16, runner.capacity)

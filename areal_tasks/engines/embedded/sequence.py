@@ -68,7 +68,7 @@ class Sequence:
             self.listener(now)
 
     def so_far(self) -> list[int]:
-        """All tokens up to here: what the cache must hold to continue."""
+        """All tokens up to now, which the cache must hold to continue."""
         return self.prompt + self.given[: len(self.scores)] + self.output
 
     @property

@@ -18,7 +18,7 @@ class Slots:
     def __init__(self, rows: int, usable: int, length: int) -> None:
         self._free = list(range(usable))  # a heap: low slots first keep the decode pass small
         self.token = np.zeros(rows, np.int64)  # the newest token, not yet in the cache
-        self.position = np.zeros(rows, np.int64)  # where it belongs
+        self.position = np.zeros(rows, np.int64)  # of that token in the sequence
         self.seed = np.zeros(rows, np.int64)
         self.temperature = np.zeros(rows, np.float32)
         self.count = np.zeros(rows, np.int64)  # tokens generated since the slot was taken
@@ -64,6 +64,7 @@ class Slots:
         self.stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
 
     def release(self, slot: int) -> None:
+        """Free a slot, also in the middle of its sequence."""
         del self.owner[slot]
         self.active[slot] = False
         self.position[slot] = 0
@@ -108,8 +109,8 @@ class Slots:
         full = (count + 1 >= self.limit[rows]) & ~stopped
         return rows[stopped], rows[full]
 
-    def settle(self, slot: int, version: str) -> None:
-        """Move the tokens since the slot was taken or last settled to its sequence, as sampled with `version`."""
+    def flush(self, slot: int, version: str) -> None:
+        """Move the tokens since the slot was taken or last flushed to its sequence, as sampled with `version`."""
         n = int(self.count[slot])
         tokens, logprobs = self.tokens[slot, :n].tolist(), self.logprobs[slot, :n].tolist()
         self.owner[slot].record(tokens, logprobs, version, bool(self.stale[slot]))

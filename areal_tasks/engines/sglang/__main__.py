@@ -35,7 +35,7 @@ from areal_tasks.engines.service import (
 )
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
-from areal_tasks.engines.sglang.family import adopt_orphans, end_descendants
+from areal_tasks.engines.sglang.descendants import adopt_orphans, end_descendants
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
 from areal_tasks.store.backend import Store, open_store
@@ -56,6 +56,7 @@ HEALTH_SECONDS = 30.0  # SGLang answers 503 itself after 20 s without a token
 
 
 def main() -> None:
+    """Run one SGLang server until it ends; exits with its code, or with the reason why it could not start."""
     adopt_orphans()
     watch_lifeline(end_sglang)
     exit_at_sigterm()
@@ -119,7 +120,7 @@ def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
     own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}
     return subprocess.Popen(
         [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="meeting-")), spec.address) | own,
+        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="rendezvous-")), spec.address) | own,
         stdin=subprocess.DEVNULL,
     )
 

@@ -18,7 +18,8 @@ GUARD = "AREAL_GUARD_PID"
 
 
 def main() -> None:
-    from areal_tasks.engines.sglang.family import die_with_parent
+    """Start SGLang's server with the flags of the command line, behind the token of the environment."""
+    from areal_tasks.engines.sglang.descendants import die_with_parent
 
     if GUARD in os.environ:
         die_with_parent(int(os.environ.pop(GUARD)))
@@ -69,6 +70,7 @@ def refuse_unknown_tokens(manager: Any) -> None:
 
     @wraps(validate)
     def checked(self: Any, request: Any, input_ids: list[int] | None) -> None:
+        """`_validate_one_request` after the check of all token ids."""
         known = self.model_config.vocab_size
         if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
             unknown = next(token for token in input_ids if not 0 <= token < known)
@@ -84,6 +86,7 @@ def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
 
     @wraps(pause)
     async def paused(self: Any, order: Any) -> None:
+        """`pause_generation` after all requests have been aborted."""
         if order.mode == "abort":
             self.is_pause = True  # new requests wait
             self.abort_request(abort_all=True)

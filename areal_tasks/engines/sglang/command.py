@@ -18,9 +18,9 @@ from schemas.recipe.sections import Inference, Model
 CONTEXT_MARGIN: Final = 8
 SHARED_FRACTION: Final = 0.85  # of a shared GPU's memory, divided among its users unless the recipe sets it
 
-#: With η > 0 samples wait in SGLang's queue, and begin together: `scheduler.py` says how many.
-TOGETHER: Final = {"min-free-slots-delay": 2}
-#: Allow the margin, which no token reaches, to exceed a model's context; keep connections as our own services do.
+#: With η > 0 samples wait in SGLang's queue, and begin in batches, whose size `scheduler.py` determines.
+BATCHED_STARTS: Final = {"min-free-slots-delay": 2}
+#: Allow the margin, which no token reaches, to exceed a model's context; keep connections as long as other services.
 SET: Final = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
@@ -55,7 +55,7 @@ def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
     if settings.release_memory:
         own["enable-memory-saver"] = True
     if (spec.recipe.get("rollout") or {}).get("max_head_offpolicyness"):
-        own |= TOGETHER
+        own |= BATCHED_STARTS
     return list(flags(own | {name.replace("_", "-"): value for name, value in settings.flags.items()}))
 
 
@@ -67,7 +67,7 @@ def memory_fraction(settings: Inference, users: int) -> float:
 
 
 def random_seed(spec: ServiceSpec) -> int:
-    """A distinct seed for each server and each of its starts: servers that share one would sample alike."""
+    """A distinct seed for each server and each of its starts: servers with equal seeds would sample the same tokens."""
     weights = spec.weights.version if spec.weights else 0
     text = json.dumps([spec.recipe.get("seed", 0), spec.name, spec.owner, spec.restart, weights])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
@@ -90,12 +90,12 @@ def flags(values: Mapping[str, Any]) -> Iterator[str]:
 def environment(inherited: Mapping[str, str], private: Path, address: str = HOST) -> dict[str, str]:
     """The child's environment: `inherited`, without DROPPED, and with SET.
 
-    Its processes meet through a file in the folder `private`: torch's TCPStore, SGLang's own choice, listens on every
-    interface. Their collectives stay on the interface of `address` unless the environment names another.
+    Its processes find each other by a file in the folder `private`: torch's TCPStore, SGLang's default, listens on
+    every interface. Their collectives stay on the interface of `address` unless the environment names another.
     """
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
-    meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
-    return group_interface(address) | kept | SET | meeting
+    rendezvous = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
+    return group_interface(address) | kept | SET | rendezvous
 
 
 def server_index(name: str) -> int:

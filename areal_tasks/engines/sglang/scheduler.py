@@ -1,12 +1,13 @@
-"""The process that runs the model in an SGLang server: what arealflow changes there.
+"""What arealflow changes in the process that runs the model of an SGLang server.
 
-It records the weights that sample tokens (`token_weights`), begins samples together, and scores given tokens first.
+That process records the weights that sample tokens (`token_weights`), begins samples in batches, and scores given
+tokens first.
 
-With η > 0 samples wait in SGLang's queue. Each that ends lets one begin, whose prefill interrupts the decoding of all
-others, so they begin in groups: when a tenth of the places is free (`command.TOGETHER`). SGLang 0.5.17 has two switches
-for this. `--min-free-slots-delay` never waits for more than four places, which is lifted here.
-`--enable-prefill-delayer` waits for as many as have begun together before, less .2 % for each decoding step: within
-half a minute that is four again.
+With η > 0 samples wait in SGLang's queue. When one ends, the next could begin, but its prefill interrupts the decoding
+of all others. So samples begin in batches: when a tenth of the slots is free (`command.BATCHED_STARTS`). SGLang 0.5.17
+has two switches for this. `--min-free-slots-delay` never waits for more than four slots; this limit is lifted here.
+`--enable-prefill-delayer` waits for as many slots as samples have begun at once before, less .2 % per decoding step:
+within half a minute that is four again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from areal_tasks.engines.sglang.token_weights import note_weights
 
-SHARE: Final = 10  # of the places: one in so many
+SHARE: Final = 10  # a batch begins when one in so many slots is free
 
 
 def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
@@ -29,19 +30,19 @@ def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
     from sglang.srt.managers.tp_worker import TpModelWorker  # type: ignore[import-not-found,unused-ignore]
 
     note_weights(TpModelWorker, SchedulerWeightUpdaterManager, int(settings.weight_version), torch.cuda.synchronize)
-    begin_together(scheduler)
+    begin_in_batches(scheduler)
     score_first(scheduler.Scheduler)
     scheduler.run_scheduler_process(settings, *arguments, **named)
 
 
-def begin_together(scheduler: Any) -> None:
-    """Make the module `scheduler` wait for a tenth of the places at least, where `--min-free-slots-delay` is set."""
+def begin_in_batches(scheduler: Any) -> None:
+    """Make the module `scheduler` wait for at least a tenth of the slots, where `--min-free-slots-delay` is set."""
     resolve = scheduler.resolve_min_free_slots
 
-    def places(wanted: int | None, most: int, **named: Any) -> int | None:
+    def slots(wanted: int | None, most: int, **named: Any) -> int | None:
         return max(wanted, most // SHARE) if wanted else resolve(wanted, most, **named)
 
-    scheduler.resolve_min_free_slots = places
+    scheduler.resolve_min_free_slots = slots
 
 
 def score_first(scheduler: Any) -> None:

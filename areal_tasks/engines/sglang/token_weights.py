@@ -96,6 +96,7 @@ def report_weights(manager: Any) -> None:
 
     @wraps(generate)
     async def reporting(self: Any, *arguments: Any, **more: Any) -> AsyncIterator[Any]:
+        """`generate_request` whose answers have the segments of weights."""
         async for answers in generate(self, *arguments, **more):
             for answer in answers if isinstance(answers, list) else [answers]:
                 meta = answer["meta_info"]

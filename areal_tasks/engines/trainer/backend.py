@@ -1,4 +1,4 @@
-"""What backends (`local`, `fsdp2`, `deepspeed_backend`) receive and return."""
+"""The types that backends (`local`, `fsdp2`, `deepspeed_backend`) receive and return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 Which = Literal["policy", "reference"]
 
-#: Puts a checkpoint's files of these names into its folder. Every rank calls it, for those that it reads itself.
+#: Fetches files of a checkpoint, by name, into its folder. Every rank calls it for those that it reads itself.
 Fetch = Callable[[Collection[str]], None]
 
 #: Maps logprobs (with gradient) and entropies of consecutive counted tokens, `layout.where[part]`, to the rows of

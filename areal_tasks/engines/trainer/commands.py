@@ -17,14 +17,14 @@ class Message(BaseModel):
 
 
 class Command(Message):
-    """Fields of every command: the number of the flow start that sends it, and the policy version it expects."""
+    """Fields of every command: `owner`, the number of the flow start, and the policy version it expects."""
 
     owner: int = Field(ge=0)
     version: int = Field(ge=0)
 
     @property
     def name(self) -> str:
-        """Its path in HTTP, and the method of `Trainer` that runs it."""
+        """The command's HTTP path, and the name of the method of `Trainer` that runs it."""
         return type(self).__name__.lower()
 
     def for_ranks(self) -> str:
@@ -107,7 +107,7 @@ class Send(Command):
 
     transport: Literal["tensor", "nccl"]
     receivers: tuple[Receiver, ...] = Field(min_length=1)
-    leaving: tuple[Receiver, ...] = Field((), description="servers that get nothing now: they leave the group")
+    leaving: tuple[Receiver, ...] = Field((), description="servers that get no weights now and leave the group")
     token: str = Field("", repr=False, description="the servers' bearer token; only rank 0 uses it")
     authority: str = Field("", description="see `Access.authority`")
     keep_cache: bool = Field(False, description="requests in flight are paused and keep their KV caches")

@@ -56,8 +56,8 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 class GatedAdamW(torch.optim.AdamW):
     """AdamW that steps only while `open`.
 
-    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can leave out
-    an unwanted step.
+    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can skip an
+    unwanted step.
     """
 
     open = False
@@ -86,6 +86,7 @@ class DeepSpeedBackend(LocalBackend):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would have to be compiled
 
     def load(self, weights: Path, seed: int) -> None:
+        """As `LocalBackend.load`; ZeRO splits what its stage says."""
         torch.manual_seed(seed)
         self._forget()
         policy = self._read_policy(weights)
@@ -110,6 +111,7 @@ class DeepSpeedBackend(LocalBackend):
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
+        """As `LocalBackend.learn`, through DeepSpeed's engine."""
         if self.gradients:  # left by a minibatch without counted tokens
             self.step(0.0, wanted=False)
         self.engine.set_gradient_accumulation_boundary(last)
@@ -119,6 +121,7 @@ class DeepSpeedBackend(LocalBackend):
         return cast(Tensor, values)
 
     def step(self, lr: float, wanted: bool) -> float:
+        """As `LocalBackend.step`; DeepSpeed clips, except at stage 0."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norm = self._clip() if self.settings.zero_stage == 0 else None
@@ -142,6 +145,7 @@ class DeepSpeedBackend(LocalBackend):
         yield from self._policy().saved_buffers()
 
     def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
+        """As `LocalBackend.plan_checkpoint`: the format does not depend on the backend."""
         model = self._policy().model
         if self.settings.zero_stage == 0:
             return Saving(folder, held_parameters(model, self.optimizer), progress)
@@ -149,6 +153,7 @@ class DeepSpeedBackend(LocalBackend):
         return Saving(folder, held, progress, copies=True)
 
     def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
+        """As `LocalBackend.load_checkpoint`, on any stage and number of ranks."""
         if self.settings.zero_stage == 0:
             progress = load_parameters(folder, held_parameters(self._policy().model, self.optimizer), fetch)
             self._round()

@@ -1,4 +1,4 @@
-"""Fencing: which owner may command the trainer, and that a retried command takes effect only once."""
+"""Fencing: only the newest start of the flow (owner) commands the trainer, and a retry takes effect only once."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class Fence(Generic[T]):
         """
         with self._lock:
             if owner < self.owner:
-                raise Superseded(
-                    f"owner {owner} was superseded by owner {self.owner}: a later start of this run is in command"
-                )
+                raise Superseded(f"start #{owner} of this run was superseded by start #{self.owner}")
             self.owner = owner
 
     def expect(self, version: int) -> None:
@@ -61,7 +59,7 @@ class Fence(Generic[T]):
             raise StaleCommand(f"version {version} was expected, but version {self.version} is held")
 
     def restart(self, version: int | None) -> None:
-        """The state was replaced by `version` (None: it was discarded); forget the last change."""
+        """Record that the state was replaced by `version` (None: it was discarded), and forget the last change."""
         self.version, self._last = version, None
 
     def recall(self, version: int, digest: str) -> T | None:
@@ -71,7 +69,8 @@ class Fence(Generic[T]):
     def change(self, version: int, digest: str, action: Callable[[], T]) -> T:
         """Run `action`, which turns `version` into its successor, and remember its result.
 
-        If it fails, the state is undefined and no version is held until the next load; if `Declined`, `version` stays.
+        If it raises `Declined`, `version` is still held. After another error the state is undefined, and no version is
+        held until the next load.
 
         Raises:
             StaleCommand: another version is held.

@@ -44,7 +44,7 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, pinned first: a copy from pageable memory would wait for all work queued there."""
+    """A host tensor on `device`, pinned first: a copy from pageable memory would wait for all queued work."""
     if tensor.device.type == device.type:
         return tensor
     return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
@@ -96,7 +96,7 @@ def one_core(device: torch.device, settings: Trainer) -> AbstractContextManager[
 
 
 def background_thread(device: torch.device) -> AbstractContextManager[Executor | None]:
-    """A thread next to the one that launches the work of `device`, ended with the context; None if that is a CPU.
+    """A thread in addition to the one that launches work on `device`, ended with the context; None for a CPU.
 
     A CPU computes at once what is launched: another thread would only take cores from it.
     """
@@ -119,7 +119,7 @@ def _initialise(device: torch.device) -> None:
 
 
 def ahead(source: Iterator[T], thread: Executor | None) -> Iterator[T]:
-    """The items of `source`. With a `thread` each is made while the previous one is used, otherwise on request.
+    """The items of `source`. With a `thread`, each is made while the previous one is used, otherwise on request.
 
     An exception raised while making an item is raised when the item is taken.
     """

@@ -26,9 +26,9 @@ from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 
-#: Whole weights and gradients stay on a GPU between a minibatch's passes if they need less than this share of it.
+#: Whole weights and gradients stay on a GPU between a minibatch's passes if they need less than this share of memory.
 ROOMY: Final = 0.2
-#: A single rank gathers and reduces all at once if whole weights, gradients and two gradient buffers need less.
+#: A single rank gathers and reduces all at once if weights, gradients and two gradient buffers need less than this.
 SMALL: Final = 0.1
 
 
@@ -43,6 +43,7 @@ class Fsdp2Backend(LocalBackend):
         self.parts: list[FSDPModule] = []  # the policy's modules that are each gathered and reduced at once
 
     def load(self, weights: Path, seed: int) -> None:
+        """As `LocalBackend.load`; each rank reads its own share."""
         torch.manual_seed(seed)
         self._forget()
         policy = empty_policy(weights, self.settings)
@@ -87,8 +88,8 @@ class Fsdp2Backend(LocalBackend):
     def _sharded(self, policy: Policy) -> None:
         """Split each decoder layer, then the rest: embeddings, norm and head, which stay whole during a pass.
 
-        A single rank takes a small model as one part: no other rank waits for its layers, and FSDP's work per layer is
-        a quarter of the host's time in a pass, which small kernels do not hide; nor do they hide copies.
+        A single rank does not split a small model by layers: no other rank waits for them, and FSDP's work per layer
+        takes a quarter of the host's time in a pass, which small kernels do not hide; nor do they hide copies.
         """
         on_gpu = self.device.type == "cuda"
         options: dict[str, Any] = {
@@ -124,7 +125,7 @@ class Fsdp2Backend(LocalBackend):
 
 
 def make_mesh(device: str, world: int, replicas: int) -> DeviceMesh:
-    """The ranks that hold a copy of the weights, one after another; with several copies, these are the rows."""
+    """The device mesh: one dimension of `world` ranks; with several `replicas`, a row of ranks for each."""
     if replicas == 1:
         return init_device_mesh(device, (world,))
     return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))

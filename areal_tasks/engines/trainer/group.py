@@ -1,8 +1,8 @@
 """Several ranks that act as one trainer: each command goes to all of them, and they compare its outcomes.
 
-Commands and outcomes travel through the group's key-value store, not through collectives: a rank that failed alone can
-then still report it while the others are stuck in a collective that it will never join. If the outcomes do not agree,
-the whole group ends (`GroupBroken`), and the supervisor starts a new one.
+Commands and outcomes are exchanged through the group's key-value store, not by collectives: a rank that failed alone
+can then still report it while the others are stuck in a collective that it will never join. If the outcomes do not
+agree, the whole group ends (`GroupBroken`), and the supervisor starts a new one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GroupBroken(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a command on one rank: the state it left there, and the error if there was one."""
+    """The outcome of a command on one rank: the resulting state of the rank, and the error if there was one."""
 
     rank: int
     state: str
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def disagreement(outcomes: Sequence[Outcome]) -> str | None:
-    """Why ranks with these outcomes cannot continue together; none if they can."""
+    """Why ranks with these outcomes cannot continue as a group; None if they can."""
     broken = [f"rank {o.rank}: {o.error}" for o in outcomes if not o.harmless]
     if broken:
         return "; ".join(broken)
@@ -62,9 +62,9 @@ def disagreement(outcomes: Sequence[Outcome]) -> str | None:
 
 
 class Group:
-    """This process's place among the ranks. Without a store it is the only rank, and nothing is exchanged.
+    """This process as one of the trainer's ranks. Without a store it is the only rank, and nothing is exchanged.
 
-    All ranks make the same calls in the same order. `survived` are errors that a single trainer also survives.
+    All ranks make the same calls in the same order. `survived` are errors after which a single trainer continues, too.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Group:
         self._post(f"command/{self._command}", command)
         return self._agreed(work, state)
 
-    def follow(self, obey: Callable[[str], object], state: Callable[[], str]) -> None:
-        """On the other ranks: await rank 0's next command, run it, and compare outcomes. GroupBroken as in `lead`."""
+    def follow(self, run: Callable[[str], object], state: Callable[[], str]) -> None:
+        """On other ranks: wait for rank 0's next command, run it, and compare outcomes. GroupBroken as in `lead`."""
         assert self.store is not None
         self._begin()
         self.store.wait([f"command/{self._command}"], _FOREVER)
         command = self.store.get(f"command/{self._command}").decode()
         try:
-            self._agreed(lambda: obey(command), state)
+            self._agreed(lambda: run(command), state)
         except self.survived as error:
             log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
@@ -135,7 +135,7 @@ class Group:
         return self._text_of(self.machine)
 
     def from_ranks_here(self, mine: str) -> list[str]:
-        """The texts of all ranks of this machine, of which this one's is `mine`."""
+        """The texts of all ranks of this machine, in order; `mine` is this rank's."""
         if self.store is None:
             return [mine]
         self._shared += 1
@@ -179,9 +179,9 @@ class Group:
         return [_text(found) for found in self._gathered([*map(self._shared_by, names)], self._shared_by("all"))]
 
     def _gathered(self, keys: list[str], into: str, timeout: timedelta = _FOREVER) -> list[str]:
-        """On every rank: the values of `keys`, once all are there. Rank 0 reads them for all, and posts them as `into`.
+        """On every rank: the values of `keys`, once all are posted. Rank 0 reads them for all and posts them as `into`.
 
-        If each of n ranks read n keys, 256 would need 9 s for it (`benchmarks.control_plane_ranks`).
+        If each rank read all keys, 256 ranks would need 9 s (`benchmarks.control_plane_ranks`).
         """
         assert self.store is not None
         if self.rank == 0:
@@ -246,7 +246,7 @@ class Group:
         except RuntimeError as error:  # torch's DistStoreError: this rank failed, and the others posted no outcome
             raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
         found = [Outcome(**json.loads(text)) for text in texts]
-        for key in self._stale:  # all ranks have ended this command, so they have read the previous one's keys
+        for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return found
 
@@ -257,7 +257,7 @@ def _kept(made: list[T], result: T) -> str:
 
 
 def _text(posted: str) -> str:
-    """What an `_attempt` gave, or its UserError."""
+    """The text that an `_attempt` posted. Raises the UserError that it posted instead."""
     found: dict[str, str] = json.loads(posted)
     if "error" in found:
         raise UserError(found["error"])

@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadTask:
-    """What the head is to compute: scores of `targets`, or with `loss` the sum of `weights` · loss."""
+    """A computation of the head: scores of `targets`, or with `loss` the sum of `weights` · loss."""
 
     targets: Int[Tensor, " T"]
     temperature: float
@@ -77,6 +77,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, Tensor]:
+        """The weighted loss and its rows [K, T]; keeps the gradients of `hidden` [T, H] and `weight` [V, H]."""
         (softmax, to_logits), chunks = kernels(task.compiled), task.chunks()
         total = torch.zeros((), dtype=_wide(hidden.dtype), device=hidden.device)
         of_hidden, values = torch.empty_like(hidden), list[Tensor]()
@@ -175,6 +176,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, fullgraph=True)
 
     def call(logits: Tensor, *others: Any) -> Any:
+        """Call the compiled function for any number of rows."""
         if not len(logits):
             return function(logits, *others)
         for tensor in (logits, *(o for o in others if isinstance(o, Tensor))):

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass
 class Work:
-    """How many of a command's samples the model has processed: over all ranks, as one rank can estimate it."""
+    """How many of a command's samples the model has processed, over all ranks, as estimated by one rank."""
 
     of: int = 0
     done: int = 0
@@ -154,7 +154,7 @@ def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
 
 
 def passes_of_rank(passes: list[Rows], rank: int, world: int) -> list[Rows]:
-    """The samples of every `world`-th pass, and of an empty one if other ranks have one more: all need equally many."""
+    """Every `world`-th of the passes, and an empty one if other ranks have one more: all ranks need equally many."""
     rounds = -(-len(passes) // world)
     mine = passes[rank::world]
     return mine + [torch.zeros(0, dtype=torch.int64)] * (rounds - len(mine))
@@ -170,7 +170,7 @@ def passes_of(plan: Plan, number: int) -> list[Rows]:
 def rows_of_rank(plan: Plan, rank: int, world: int) -> Rows:
     """The samples that this rank reads, in ascending order: those it trains on, and its part of those left out.
 
-    What is left out is read because its tokens are checked, too.
+    Samples that are left out are read, too, because their tokens are checked.
     """
     numbers = torch.unique(plan.minibatch[plan.minibatch != LEFT_OUT]).tolist()
     mine = [rows for number in numbers for rows in passes_of_rank(passes_of(plan, number), rank, world)]
@@ -184,9 +184,9 @@ def samples_of(passes: list[Rows]) -> Rows:
 
 
 class Learner:
-    """Runs the optimizer steps of one iteration on this rank, whose samples' tokens `batch` must hold.
+    """Runs the optimizer steps of one iteration on this rank; `batch` must hold the tokens of its samples.
 
-    Every rank makes one at the same time: they exchange numbers of tokens.
+    All ranks make a `Learner` at the same time, since they exchange numbers of tokens.
     """
 
     def __init__(self, backend: LocalBackend, settings: Settings, batch: Batch, plan: Plan) -> None:
@@ -279,13 +279,13 @@ class Learner:
         return step_statistics(overall, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
 
     def _of_ranks(self, mine: Sequence[float]) -> list[list[float]]:
-        """For each of this rank's numbers, those of all ranks."""
+        """For each of these numbers, a list with those of all ranks."""
         own = TokenStats(torch.tensor(mine, dtype=torch.float64)[:, None], torch.zeros(1, dtype=torch.int64))
         found: list[list[float]] = self.backend.gather(own).values.tolist()
         return found
 
     def _measures(self, number: int) -> bool:
-        """Whether a minibatch measures the engines' agreement; without `proximal` later ones show policy drift."""
+        """Whether a minibatch measures the engines' agreement; without `proximal` later ones would show the drift."""
         return self.comparable and (number == 0 or "proximal" in self.batch.columns)
 
     def _is_comparable(self) -> bool:
@@ -305,7 +305,7 @@ class Learner:
         return staleness_metrics(self._of_ranks(mine))
 
     def _tokens_of(self, samples: Bool[Tensor, " B"]) -> Bool[Tensor, " N"]:
-        """The counted tokens of these samples, as far as they are here."""
+        """A mask of this rank's tokens: the counted tokens of these samples."""
         here = self.batch.rows
         return self.batch.sequences.counted & samples[here].repeat_interleave(self.batch.lengths[here])
 

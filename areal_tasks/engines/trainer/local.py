@@ -1,8 +1,8 @@
 """The `local` backend: policy, optimizer and frozen reference in one process, on the CPU or one GPU.
 
-The others derive from it. With them each rank runs the same commands in the same order with the same tables. It takes
-every `world`-th micro-batch of a minibatch, and all ranks take equally many (`Learner` adds empty ones). Losses are
-weighted over the whole minibatch, so gradients are *summed* over micro-batches and ranks, never averaged.
+The other backends derive from it. Their ranks run the same commands in the same order with the same tables. A rank
+takes every `world`-th micro-batch of a minibatch, and all ranks take equally many (`Learner` adds empty ones). Losses
+are weighted over the whole minibatch, so gradients are *summed* over micro-batches and ranks, never averaged.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class LocalBackend:
 
 
 def choose_device(settings: Trainer, model: Model) -> torch.device:
-    """The GPU, where there is one, for bfloat16 or when `trainer.gpus` names it; else the CPU.
+    """The GPU, if there is one, for bfloat16 or if `trainer.gpus` names GPUs; else the CPU.
 
     fp32 uses the CPU by default: there training is bitwise reproducible with the same number of threads.
     """

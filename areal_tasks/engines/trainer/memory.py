@@ -1,4 +1,4 @@
-"""The memory that a step takes, and that is left; and when memory runs out, which settings to change."""
+"""The memory that a step takes, and that is free, and the settings to change when memory runs out."""
 
 from __future__ import annotations
 

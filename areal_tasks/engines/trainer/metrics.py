@@ -36,7 +36,7 @@ _MEANS: Final = (
 
 
 def totals(values: Float[Tensor, "K T"], weights: Float[Tensor, " T"]) -> Float[Tensor, "3 K"]:
-    """Of each row, over a rank's tokens: sum, weighted sum and maximum (-inf without tokens); on their device."""
+    """The sum, weighted sum and maximum (-inf without tokens) of each row over a rank's tokens, on their device."""
     wide = values.double()
     largest = torch.nn.functional.pad(wide, (0, 1), value=-math.inf).amax(1)
     return torch.stack([wide.sum(1), wide @ weights.double(), largest])
@@ -80,7 +80,7 @@ class SampleMeans:
     """
 
     def __init__(self, samples: int) -> None:
-        #: Of each sample: its tokens, those that measure the engines' agreement, and the sum of each row.
+        #: For each sample: the number of its tokens, of those that measure the engines' agreement, and each row's sum.
         self.parts = torch.zeros(2 + len(_OF_SAMPLES), samples, dtype=torch.float64)
 
     def add(self, stats: TokenStats, measured: bool) -> None:
@@ -97,11 +97,11 @@ class SampleMeans:
         self.parts.index_add_(1, samples, torch.cat([counts.double(), sums]))
 
     def of(self, samples: Int[Tensor, " n"]) -> TokenStats:
-        """What has been added of these samples, for other ranks."""
+        """The parts of these samples, to be sent to other ranks."""
         return TokenStats(self.parts[:, samples], samples)
 
     def place(self, stats: TokenStats) -> None:
-        """Replace what is known of some samples by what ranks give `of` them."""
+        """Replace the parts of some samples by those that other ranks have sent (`of`)."""
         self.parts[:, stats.samples] = stats.values
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:

@@ -1,7 +1,7 @@
 """The per-token training objective: GRPO's clipped objective with its KL term, or the cross-entropy of SFT.
 
-And the difference between the logprobs of server and trainer for the same tokens. The server's are those that tokens
-were sampled with; the trainer computes its own with the weights at the start of the iteration. Rounding alone gives a
+Also the agreement of server and trainer: the difference between their logprobs of the same tokens. The server's are
+those of sampling; the trainer computes its own with the weights at the start of the iteration. Rounding alone gives a
 mean difference of 1e-7 to 1e-5 nats in float32, of hundredths in bfloat16. A larger one is a fault that training would
 hide.
 """
@@ -31,7 +31,7 @@ STATS: Final = (
 
 #: A further row if tokens may be older than the policy: 1 at those that measure the agreement of server and trainer.
 COMPARED: Final = ("compared",)
-#: And these, if the objective is then decoupled: the behaviour weights, their squares, 1 where a bound changed one.
+#: More rows if the objective is then decoupled: the behaviour weights, their squares, 1 where a bound changed one.
 WEIGHTS: Final = ("behaviour_weight", "behaviour_square", "behaviour_bounded")
 
 #: Maps the logprobs and entropies of counted tokens and their indices in the flat columns to the rows of STATS.
@@ -61,6 +61,7 @@ def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) 
     def objective(
         logprobs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], where: Int[Tensor, " T"]
     ) -> Float[Tensor, "K T"]:
+        """An `Objective`."""
         own, behaviour = logprobs.detach(), columns["behaviour"][where]
         limit = settings.log_ratio_limit
         start = columns["proximal"][where] if "proximal" in columns else own
@@ -76,11 +77,11 @@ def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) 
         to_reference = zero if reference is None else reference - own
         clamped = any_above(limit, own - proximal, log_ratio, to_reference)
         measured = (k3(behaviour, own, limit), entropy, terms.clipped.float(), terms.ratio, clamped.float())
-        apart = (gaps(start, behaviour), outside(start, behaviour))
-        rows = [loss, policy_loss, kl, *measured, *apart]
+        differences = (gaps(start, behaviour), outside(start, behaviour))
+        rows = [loss, policy_loss, kl, *measured, *differences]
         if "comparable" in columns:
             compared = columns["comparable"][where]
-            rows[-2:] = [row.masked_fill(compared == 0, 0.0) for row in apart]
+            rows[-2:] = [row.masked_fill(compared == 0, 0.0) for row in differences]
             rows += [compared, weights.applied, weights.applied.square(), weights.bounded.float()]
         return torch.stack(rows[: len(names)])
 
@@ -111,14 +112,14 @@ def gaps(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float
 def outside(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """1 where the ratio proximal / behaviour is outside RATIOS, else 0; NaN where it is NaN."""
     ratio = torch.exp(proximal - behaviour)
-    apart = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
-    return torch.where(ratio.isnan(), ratio, apart)
+    found = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
+    return torch.where(ratio.isnan(), ratio, found)
 
 
-def agreement_totals(gap: Float[Tensor, " T"], apart: Float[Tensor, " T"]) -> list[float]:
-    """Of a rank's tokens: their number, the sum and the maximum of their `gaps`, and how many are `outside`."""
+def agreement_totals(gap: Float[Tensor, " T"], is_outside: Float[Tensor, " T"]) -> list[float]:
+    """The number of a rank's tokens, the sum and the maximum of their `gaps`, and how many are `outside`."""
     largest = float(gap.max()) if gap.numel() else -math.inf
-    return [float(gap.numel()), float(gap.double().sum()), largest, float(apart.double().sum())]
+    return [float(gap.numel()), float(gap.double().sum()), largest, float(is_outside.double().sum())]
 
 
 def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -126,20 +127,20 @@ def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
 
     NaN without tokens.
     """
-    counts, sums, largest, apart = totals
+    counts, sums, largest, counts_outside = totals
     if not (tokens := sum(counts)):
         return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
     return {
         "logprob_gap_mean": sum(sums) / tokens,
         "logprob_gap_max": float(np.max(largest)),  # NaN if one is
-        "ratio_outside": sum(apart) / tokens,
+        "ratio_outside": sum(counts_outside) / tokens,
     }
 
 
 def check_agreement(found: Mapping[str, float], bound: float, tokens: int, said: str = "No step was made.") -> None:
     """Refuse a mean gap above `bound` (`algorithm.max_logprob_gap`). A NaN passes: a loss of NaN skips the step.
 
-    `said`: what the message says of the consequence.
+    `said`: the sentence of the message that states the consequence.
 
     Raises:
         Declined: states the measurement, the usual causes, and the field to change.

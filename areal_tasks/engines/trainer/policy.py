@@ -25,7 +25,7 @@ from schemas.recipe.training import Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of its `TokenLoss`, without gradient.
 Loss = tuple[Float[Tensor, ""], Float[Tensor, "K T"]]
-#: Models whose logits are their last hidden states times a matrix, and nothing after (read in transformers 5.12, 5.23).
+#: Models whose logits are their last hidden states times a matrix and nothing else, in transformers 5.12 and 5.23.
 PLAIN_HEADS: Final = frozenset(
     {
         "arcee", "exaone4", "gemma", "glm", "glm4", "helium", "llama", "ministral", "mistral", "olmo", "olmo2", "olmo3",
@@ -80,8 +80,8 @@ class Policy(nn.Module):
     def _logits(self, layout: Layout) -> Float[Tensor, "T V"]:
         """Logits at the positions that predict counted tokens only, all at once: for models without a plain head.
 
-        The positions are picked right before the output layer, so whatever the model does to its logits afterwards
-        still happens.
+        The positions are picked right before the output layer, so that everything that the model does to its logits
+        afterwards still happens.
         """
 
         def pick(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -151,6 +151,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     found = torch.compile(function)
 
     def call(*args: Any, **options: Any) -> Any:
+        """Call the compiled function with sizes marked as dynamic."""
         for tensor in _tensors((*args, *options.values())):
             if not hasattr(tensor, _MARKED):  # most tensors are the same for every layer
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 1][: tensor.ndim])  # rows and positions, or bounds

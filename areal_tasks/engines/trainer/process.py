@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _follow(spec: ServiceSpec, group: Group) -> None:
-    """Run the commands that rank 0 passes on, until it ends, which ends this process; earlier signals are ignored."""
+    """Run the commands that rank 0 passes on, until its end ends this process; signals are ignored."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -86,13 +86,13 @@ def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
     async def health(_request: Request) -> Health:
         return queue.trainer.health(queue.waiting > 0)
 
-    def obeying(kind: type[Command]) -> Callable[[Request], Awaitable[Message]]:
-        async def obey(request: Request) -> Message:
+    def handler_of(kind: type[Command]) -> Callable[[Request], Awaitable[Message]]:
+        async def handle(request: Request) -> Message:
             return await queue.run(kind.model_validate_json(await request.body()))
 
-        return obey
+        return handle
 
-    handlers = {name: (obeying(kind), ["POST"]) for name, kind in COMMANDS.items()} | {"health": (health, ["GET"])}
+    handlers = {name: (handler_of(kind), ["POST"]) for name, kind in COMMANDS.items()} | {"health": (health, ["GET"])}
     routes = [Route(f"/{name}", endpoint(one, _status, _text), methods=how) for name, (one, how) in handlers.items()]
     return Starlette(routes=routes)
 
@@ -123,9 +123,9 @@ class _CommandQueue:
         self.gate.admit(command.owner)
         self.waiting += 1
         alone = command.name in KEPT and self.trainer.snapshot.version == command.version
-        thread, obey = (self.kept_thread, self._obey_alone) if alone else (self.thread, self._obey)
+        thread, run = (self.kept_thread, self._run_on_rank_0) if alone else (self.thread, self._run_on_all_ranks)
         try:
-            work = asyncio.get_running_loop().run_in_executor(thread, obey, command)
+            work = asyncio.get_running_loop().run_in_executor(thread, run, command)
             both: set[asyncio.Future[Any]] = {work, self.broken}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self.broken.done():
@@ -134,8 +134,8 @@ class _CommandQueue:
         finally:
             self.waiting -= 1
 
-    def _obey(self, command: Command) -> Message:
-        self.gate.admit(command.owner)  # again: refuses what a superseded owner has queued, on all ranks
+    def _run_on_all_ranks(self, command: Command) -> Message:
+        self.gate.admit(command.owner)  # again: refuses a queued command of an owner that was superseded meanwhile
         text = f"{command.name} {command.for_ranks()}"
         try:
             return self.group.lead(text, lambda: self.trainer.run(command), self.trainer.state)
@@ -145,7 +145,7 @@ class _CommandQueue:
         finally:
             self.trainer.clear()  # all ranks have ended the command by now
 
-    def _obey_alone(self, command: Command) -> Message:
+    def _run_on_rank_0(self, command: Command) -> Message:
         """Run a command on this rank only: its copy of the weights is complete and locked meanwhile."""
         self.gate.admit(command.owner)
         with self.trainer.snapshot.lock:

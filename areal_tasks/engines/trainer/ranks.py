@@ -1,4 +1,4 @@
-"""The processes of a `Group`: which process starts the others, the device of each, and that all end together.
+"""The processes of a `Group`: which process starts the others, the device of each, and how all end when one does.
 
 Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
 with the environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
@@ -47,9 +47,9 @@ from schemas.recipe.training import Trainer
 
 log = logging.getLogger(__name__)
 
-#: Between a rank's failure and the end of the group, so that rank 0 can answer with the reason.
+#: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
-FIND_SECONDS: Final = 0.2  # between two looks for the record of rank 0
+FIND_SECONDS: Final = 0.2  # between two polls for the record of rank 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
     if not place.spawned:
         os.environ.update(environment(place, store.host, store.port))
         _start_others(place, store, cpu_threads(settings), group)
-    meet(place.rank, place.world, dist.PrefixStore("collectives", store), device)
+    join_process_group(place.rank, place.world, dist.PrefixStore("collectives", store), device)
     return group
 
 
@@ -122,20 +122,20 @@ def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     if master:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register(meeting(spec), f"tcp://{url_host(store.host)}:{store.port}")
+            register(rendezvous(spec), f"tcp://{url_host(store.host)}:{store.port}")
         return store
     host, port = at if place.spawned else _find_first(spec)
     return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
 
 
-def meeting(spec: ServiceSpec) -> ServiceSpec:
-    """The name under which the store of a trainer on several machines is registered, for this start of it."""
+def rendezvous(spec: ServiceSpec) -> ServiceSpec:
+    """The specification under whose name the key-value store of a trainer on several machines is registered."""
     return spec.model_copy(update={"name": "trainer-meeting"})
 
 
 def _find_first(spec: ServiceSpec) -> tuple[str, int]:
     """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
-    path, store = service_path(spec.run, spec.owner, meeting(spec).name, spec.restart), open_store(spec.store_url)
+    path, store = service_path(spec.run, spec.owner, rendezvous(spec).name, spec.restart), open_store(spec.store_url)
     while True:
         with suppress(Missing):
             host, _, port = read_record(store, path, ServiceRecord).url.removeprefix("tcp://").rpartition(":")
@@ -207,7 +207,7 @@ def rank_device(local_rank: int, world: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def meet(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
+def join_process_group(rank: int, world: int, store: dist.Store, device: torch.device) -> None:
     """Make this process rank `rank` of `world`; returns when all have joined."""
     use_interface()
     on_gpu = device.type == "cuda"
@@ -243,7 +243,7 @@ def serve_store(host: str, port: int, size: int, timeout: timedelta = TIMEOUT) -
 def ranks_here() -> tuple[int, int, torch.device]:
     """This process's rank, the number of ranks and its device. Without a process group, it makes one of its own."""
     if not dist.is_initialized():
-        meet(0, 1, dist.HashStore(), rank_device(0, 1))
+        join_process_group(0, 1, dist.HashStore(), rank_device(0, 1))
     rank, world = dist.get_rank(), dist.get_world_size()
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return rank, world, rank_device(local_rank, local_world)
@@ -271,7 +271,7 @@ def gather_on_first(
 ) -> Shaped[Tensor, " N"] | None:
     """On rank 0: a vector of `size` elements, of which those of each rank are at `places(rank)`. Elsewhere none.
 
-    No other rank holds more than its own, and rank 0 besides the vector what one rank sends.
+    Other ranks hold only their own elements; rank 0 holds the vector and, at a time, those that one rank sends.
     """
     if rank > 0:
         dist.send(mine, 0)

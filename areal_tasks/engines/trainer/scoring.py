@@ -1,8 +1,9 @@
 """Log-probabilities of given tokens: of a rollout, and of the part of a batch that servers score as well.
 
-Servers score a part after an iteration in which too few tokens measured whether they agree with the trainer: with η > 0
-nearly all tokens may be of older weights than the trainer's. Then the trainer scores the beginnings of some completions
-under the weights that the iteration made, and stage `publish` has servers score them once they hold these.
+Servers score a part after an iteration with too few tokens to measure whether they agree with the trainer: with η > 0
+nearly all tokens may be sampled by older weights than the trainer's. Then the trainer scores the beginnings of some
+completions under the weights that the iteration made, and stage `publish` has servers score the same tokens once they
+hold these weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from areal_tasks.store.shards import read_files
 from schemas.recipe.training import Trainer
 from schemas.tables import TABLES
 
-#: Tokens of a sample that are scored, so that several samples are, and the logits of few positions take memory.
+#: At most so many tokens of a sample are scored, so that several samples are, and the logits need little memory.
 MOST_OF_SAMPLE: Final = 64
 #: The temperature: inference servers do not apply one to the tokens of prompts.
 TEMPERATURE: Final = 1.0
@@ -99,7 +100,7 @@ def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"] 
 
 @dataclass(frozen=True)
 class Scoring:
-    """With which weights tokens are scored, at which temperature, and how a pass is laid out."""
+    """The weights by which tokens are scored, the temperature, and the layout of a pass."""
 
     which: Which
     temperature: float

@@ -100,7 +100,7 @@ def _check_shape(name: str, share: Share, shape: Iterable[int]) -> None:
 
 
 def _without_duplicates(groups: Iterable[Group], stored: _Stored) -> Iterator[Group]:
-    """The groups, without those that make the same as an earlier one: a tied tensor stored under both its names."""
+    """The groups, without duplicates: a tied tensor that is stored under both its names."""
     made: dict[tuple[str, ...], Group] = {}
     for group in groups:
         if group.held not in made:

@@ -1,7 +1,7 @@
 """The policy as it is published: full tensors under their checkpoint's names, kept on the device between versions.
 
-All versions use the same memory. So a server that shares the GPU maps it once, and the copy to the host goes through
-page-locked memory that is allocated once.
+All versions use the same memory. So a server that shares the GPU maps it once, and the page-locked memory for the copy
+to the host is allocated once.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def largest_difference(tensors: Named, folder: Path) -> float:
         tensors, stored = (Names(model, one).to_model(one) for one in (tensors, stored))
     if tensors.keys() != stored.keys() or any(tensors[name].shape != stored[name].shape for name in stored):
         return math.inf
-    return max((_apart(tensors[name], stored[name]) for name in stored), default=0.0)
+    return max((_difference(tensors[name], stored[name]) for name in stored), default=0.0)
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def _difference(one: Tensor, other: Tensor) -> float:
     """0 only if both are bitwise identical, except for signs of zeros; infinite if only one holds a NaN at a place."""
     if torch.equal(one, other):
         return 0.0

@@ -90,7 +90,7 @@ class FetchedTables:
                     self._write(shard, start, found[: shard.bytes - start])
 
     def _write(self, shard: ShardRef, start: int, piece: torch.Tensor) -> None:
-        """Write the next piece of a file, which begins anew if an earlier command has left a part of it."""
+        """Write the next piece of a file, which begins again if an earlier command has left a part of it."""
         path = self._at(shard)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)  # a machine that fetches none itself has no folder yet

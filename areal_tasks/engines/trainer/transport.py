@@ -41,7 +41,7 @@ STUCK_SECONDS: Final = 20.0  # for the trainer's own part after a server failed
 DEVICE: Final = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters].index("storage_device")
 REMEDY: Final = "see its log; inference.transport=store sends the weights another way"
 
-Gone = dict[str, str]  # from the address of a server that failed to the reason
+Failures = dict[str, str]  # from the address of a server that failed to the reason
 Calls = dict[str, Future[None]]  # by the address
 
 
@@ -50,7 +50,7 @@ class WeightTransferRejected(UserError):
 
 
 class Unanswered(Exception):
-    """A server died, hangs, or failed internally: the request is not at fault."""
+    """A server died, hangs, or failed internally: the request is not the cause."""
 
 
 class Sender:
@@ -81,7 +81,7 @@ class Sender:
         self.name = ""
         self.members: tuple[Receiver, ...] = ()
 
-    def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Gone:
+    def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Failures:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
 
         All others then hold that version. A broadcast reaches all receivers or none. With `tensor` each server gets the
@@ -94,11 +94,11 @@ class Sender:
             return send_handles(handles, command)
         return self._broadcast(tensors, command)
 
-    def _broadcast(self, tensors: Named, command: Send) -> Gone:
+    def _broadcast(self, tensors: Named, command: Send) -> Failures:
         if self.group is None or self.members != command.receivers:
-            gone = self._meet(command)
-            if gone:
-                return gone | self._broadcast_without(gone, tensors, command)
+            failures = self._form_group(command)
+            if failures:
+                return failures | self._broadcast_without(failures, tensors, command)
 
         def broadcast_all() -> None:
             group = self.group
@@ -107,16 +107,16 @@ class Sender:
                 work.wait()
 
         body = _description(tensors, command, self.name)
-        return self.together(
+        return self.run_collective(
             command, "/update_weights_from_distributed", [body] * len(command.receivers), broadcast_all
         )
 
-    def _broadcast_without(self, gone: Gone, tensors: Named, command: Send) -> Gone:
+    def _broadcast_without(self, failures: Failures, tensors: Named, command: Send) -> Failures:
         """Broadcast to the other receivers: they are in no group, which over NCCL they have not noticed yet."""
-        left = tuple(r for r in command.receivers if r.url not in gone)
+        left = tuple(r for r in command.receivers if r.url not in failures)
         return self._broadcast(tensors, command.model_copy(update={"receivers": left})) if left else {}
 
-    def _meet(self, command: Send) -> Gone:
+    def _form_group(self, command: Send) -> Failures:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         self._leave(command)
         port = probe_port(address=self.address)
@@ -130,7 +130,7 @@ class Sender:
         def open_group() -> None:
             self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, self.timeout)
 
-        return self.together(command, "/init_weights_update_group", bodies, open_group)
+        return self.run_collective(command, "/init_weights_update_group", bodies, open_group)
 
     def _leave(self, command: Send) -> None:
         """End the previous group, here and on its servers that are still there: it holds memory on each of their GPUs.
@@ -144,15 +144,15 @@ class Sender:
         bodies = [{"group_name": self.name}] * len(members)
         command = command.model_copy(update={"receivers": members})
         try:
-            reasons = [*self.together(command, "/destroy_weights_update_group", bodies, self._abort).values()]
+            reasons = [*self.run_collective(command, "/destroy_weights_update_group", bodies, self._abort).values()]
         except WeightTransferRejected as error:
             reasons = [str(error)]
         if reasons:  # the next request shows whether they can take weights
             log.warning("not every server left the group %s: %s", self.name, "; ".join(reasons))
 
-    def together(
+    def run_collective(
         self, command: Send, path: str, bodies: Sequence[dict[str, Any]], own_part: Callable[[], None]
-    ) -> Gone:
+    ) -> Failures:
         """POST each receiver its body, run `own_part` meanwhile, wait for the answers; returns those that failed.
 
         Raises:
@@ -211,14 +211,14 @@ class _Handles(ForkingPickler):
 
 
 def handles_of(tensors: Named) -> str:
-    """With what a server on the same GPU maps `tensors`, once all that was queued for them is done."""
+    """Handles with which a server on the same GPU maps `tensors`. Waits for the work queued on them."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # other processes do not wait for this one's streams
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     return base64.b64encode(bytes(_Handles.dumps(list(tensors.items())))).decode()
 
 
-def send_handles(handles: Sequence[str], command: Send) -> Gone:
+def send_handles(handles: Sequence[str], command: Send) -> Failures:
     """Have each receiver map and copy the tensors of the rank on its GPU; `handles` are those of all ranks."""
     bodies = [_update(command, serialized_named_tensors=[handles[r.trainer_rank]] * r.ranks) for r in command.receivers]
     calls = post_all(command, "/update_weights_from_tensor", bodies)
@@ -264,8 +264,11 @@ def _post(url: str, access: Access, body: dict[str, Any]) -> None:
         raise WeightTransferRejected(f"{url} refused the weights: {answer.status_code} {answer.text[:500]}; {REMEDY}")
 
 
-def failed(calls: Calls, own_error: Exception | None) -> Gone:
-    """The receivers that failed. If one did, others' silence and an error of the trainer may be consequences."""
+def failed(calls: Calls, own_error: Exception | None) -> Failures:
+    """The receivers that failed, and those without an answer. Raises a refusal, or the trainer's own error.
+
+    If a receiver failed, silence of others and an error of the trainer may be consequences.
+    """
     errors = _errors(calls)
     silent = {url: Unanswered("no answer yet") for url, call in calls.items() if not call.done()}
     if (refusal := _refusal(errors)) is not None:

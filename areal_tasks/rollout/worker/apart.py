@@ -30,7 +30,7 @@ _GROUP: ContextVar[int] = ContextVar("group")
 
 
 async def in_time(work: Awaitable[T], seconds: float, setting: str) -> T:
-    """Await user code. TimeoutError, which names the setting, if it is not done after `seconds`."""
+    """Await user code. TimeoutError that names the setting if it is not done after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work
@@ -46,7 +46,7 @@ class Blocked(Exception):
 
 @dataclass(eq=False)
 class WorkflowThread:
-    """A thread for workflows. `abandoned`: done when the thread is given up; its result is the groups that block it."""
+    """A thread for workflows. `abandoned`: done when the thread is abandoned, with the groups that block it."""
 
     abandoned: asyncio.Future[frozenset[int]]
     thread: LoopThread = field(default_factory=lambda: LoopThread("workflows"))
@@ -132,7 +132,7 @@ class IsolatedWorkflow:
         thread.thread.end()
 
     async def _is_blocked(self, thread: WorkflowThread) -> bool:
-        """Whether the thread's event loop has stood still for too long while it has groups."""
+        """Whether the thread has groups and its event loop has not run for too long."""
         turn = asyncio.wrap_future(thread.thread.submit(_no_op()))
         for seconds in (self._seconds, self._seconds / CHECKS):  # this loop may have been late itself
             await asyncio.wait([turn], timeout=seconds)

@@ -187,7 +187,7 @@ class Groups:
                 with suppress(StoreError, StartClosed):  # it is written later
                     await asyncio.shield(self.flush())
             samples, reason = await self._attempt(lease)
-        except GeneratorExit:  # the event loop is gone
+        except GeneratorExit:  # the event loop has ended
             raise
         except BaseException as error:  # a workflow may even call sys.exit
             failure = error
@@ -238,7 +238,7 @@ class Groups:
 
 
 def checked(samples: object, lease: Lease) -> list[Sample]:
-    """What a workflow returned for a group. TypeError unless these are valid samples of the leased group."""
+    """The samples that a workflow returned. TypeError unless they are valid samples of the leased group."""
     wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
     if not wanted:
         raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")

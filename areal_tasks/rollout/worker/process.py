@@ -1,7 +1,7 @@
 """The process of a rollout worker: its state and operations, behind an HTTP API.
 
-The method of `Worker` of its name handles a request (`REQUESTS`). Errors are JSON, {"error": "..."}; the status tells
-their kind (`areal_tasks.rollout.orders.STATUSES`).
+The method of `Worker` with the name of a request (`REQUESTS`) handles it. Errors are JSON, {"error": "..."}; the HTTP
+status depends on their type (`areal_tasks.rollout.orders.STATUSES`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.derived import interruption, judges_groups
 from schemas.recipe.recipe import RlhfRecipe
 
-FAREWELL_SECONDS: Final = 60.0  # to write finished groups when the flow is gone
-HEARTBEAT_SECONDS: Final = 1.0  # without events, after which a long poll is answered
+FAREWELL_SECONDS: Final = 60.0  # to write finished groups after the flow has ended
+HEARTBEAT_SECONDS: Final = 1.0  # a long poll without events is answered after this time
 
 #: The requests, and what the body of each is; None: it has none.
 REQUESTS: Final[Mapping[str, type[BaseModel] | None]] = {
@@ -79,6 +79,7 @@ def make_app(spec: ServiceSpec) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        """While inside, the worker closes when its flow ends (`DUTIES`); else at the end."""
         loop = asyncio.get_running_loop()
         duty = lambda: asyncio.run_coroutine_threadsafe(worker.close(), loop).result(FAREWELL_SECONDS)  # noqa: E731
         DUTIES.append(duty)
@@ -111,7 +112,7 @@ def _status(error: Exception) -> int:
 def main() -> None:
     """Serve until asked to end."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with suppress(OSError):  # out of memory, Linux ends users' code rather than a trainer or the flow
+    with suppress(OSError):  # if memory runs out, Linux then ends users' code rather than a trainer or the flow
         Path("/proc/self/oom_score_adj").write_text("500")
     with exit_with_reason():
         spec = read_spec()
@@ -133,12 +134,12 @@ class Worker:
         self._beginning = asyncio.Lock()
 
     async def begin(self, order: Begin) -> None:
-        """Be ready to generate groups with these settings, and forget earlier groups."""
+        """Prepare to generate groups with these settings, and forget earlier groups."""
         async with self._beginning:
             await self.close()
             self._events, self._known = [], 0
             recipe = RlhfRecipe.model_validate(order.recipe)
-            with suppress(FileNotFoundError):  # on another machine; code that is needed from there is then missed
+            with suppress(FileNotFoundError):  # on another machine; importing code from that folder then fails
                 os.chdir(order.folder)
             workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
             prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
@@ -219,7 +220,7 @@ class Worker:
         self._begun().apply(orders)
 
     async def serving(self, serving: Serving) -> None:
-        """From now on generate on these servers only."""
+        """Generate on these servers only, from now on."""
         self._begun()
         assert self._client is not None
         await self._client.follow(serving)

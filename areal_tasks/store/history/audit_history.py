@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from areal_tasks.rollout.settled import Settled, settled_after
+from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.audit_records import CheckQueue, Findings
@@ -188,7 +188,7 @@ def check_groups(
         for run, records in spools.items()
         if not any(path.startswith(f"{paths.spool(run)}/") for path in damaged)
     }
-    before: Settled | None = Settled()
+    before: SettledGroups | None = SettledGroups()
     for link in links:
         commit = link.commit if link.path not in damaged else None
         taken = _taken(work, commit, manifests) if commit else None
@@ -212,7 +212,9 @@ def _taken(work: CheckQueue, commit: IterationCommit, manifests: Mapping[str, St
     return set(rows) if rows is not None else None
 
 
-def _contradictions(before: Settled, taken: set[int], after: Settled, rejected: set[int] | None) -> Iterator[str]:
+def _contradictions(
+    before: SettledGroups, taken: set[int], after: SettledGroups, rejected: set[int] | None
+) -> Iterator[str]:
     """Errors in the groups that a commit counts as settled; `rejected` ones may be among them (None: unknown)."""
     expected = before.add(taken)
     if twice := sorted(group for group in taken if group in before):

@@ -1,7 +1,7 @@
-"""The flow's record of live groups: which weights each began with, and whether it has finished.
+"""The flow's record of live groups: the weights version that each began with, and whether it has finished.
 
-The book admits groups by the staleness rule and selects those that an iteration takes. It uses no clock, network or
-store. Its methods that are called for every group take the same time however many groups are live.
+The tracker admits groups by the staleness rule and selects those that an iteration takes. It uses no clock, network or
+store. The cost of its methods that are called for every group does not depend on the number of live groups.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from areal_tasks.rollout.settled import Settled
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.staleness import Finished, Staleness, Versions
 
 
 @dataclass
-class Book:
+class GroupTracker:
     """The groups of one start of the flow. `next` is the next iteration to take groups.
 
-    Live groups: those `running`, which have begun and not finished, with their floor; and those `finished`, which no
-    iteration has taken, with the version of their oldest token.
+    Live groups are either `running` (begun, not finished), with the lowest version that their servers may hold; or
+    `finished` and not taken by an iteration, with the version of their oldest token.
     """
 
     rule: Staleness
     next: int
-    settled: Settled = field(default_factory=Settled)
+    settled: SettledGroups = field(default_factory=SettledGroups)
     pace: int | None = None  # groups that may be live beyond what the next iteration takes; None: as the rule admits
     running: Versions = field(default_factory=Versions)
     finished: Versions = field(default_factory=Versions)
@@ -64,7 +64,7 @@ class Book:
         return found
 
     def short(self) -> int:
-        """How many groups the next iteration takes, less those that are live."""
+        """The batch size of the next iteration minus the number of live groups."""
         return self.rule.batch(self.next) - self.live()
 
     def restore(self, waiting: Iterable[Finished]) -> list[Finished]:
@@ -80,10 +80,10 @@ class Book:
                 kept.append(group)
         return kept
 
-    def follow(self, rule: Staleness) -> tuple[list[int], list[int]]:
-        """Apply another rule. Returns groups that are no longer live, for want of room: running and finished ones.
+    def change_rule(self, rule: Staleness) -> tuple[list[int], list[int]]:
+        """Apply another rule. Returns the running and the finished groups for which it has no room: they are not live.
 
-        It keeps as many as it has room for: as many finished ones as possible, then as many others.
+        It keeps as many finished groups as possible, then as many running ones.
         """
         running, finished = self._forget_live()
         self.rule = rule
@@ -91,7 +91,7 @@ class Book:
         return self._keep(self.running, running), without
 
     def _forget_live(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Make no group live. Returns the versions of those that were running, and finished."""
+        """Make no group live. Returns the versions of the groups that were running and of those that were finished."""
         before = self.running.of, self.finished.of
         self.running, self.finished, self._lowest = Versions(), Versions(), 0
         return before
@@ -113,7 +113,7 @@ class Book:
         return version <= self.next and self.rule.room(self.next, self._versions(), version) > 0
 
     def finish(self, index: int, version: int) -> None:
-        """A running group has finished; `version` is that of its oldest token."""
+        """Record that a running group has finished; `version` is that of its oldest token."""
         self.running.remove(index)
         self.finished.add(index, version)
 
@@ -123,18 +123,18 @@ class Book:
         self._lowest = min(self._lowest, index)
 
     def fail(self, index: int) -> int:
-        """An attempt at a group failed, and the group begins again. Returns its number of failed attempts."""
+        """Count a failed attempt at a group, which begins again. Returns its number of failed attempts."""
         self.withdraw(index)
         self.failures[index] += 1
         return self.failures[index]
 
     def reject(self, index: int) -> None:
-        """A group will not be trained on, and does not begin again."""
+        """Settle a group that will not be trained on: it does not begin again."""
         self._remove(index)
         self.settled = self.settled.add([index])
 
     def ready(self) -> int:
-        """Finished groups that no iteration has taken. May be called from another thread."""
+        """The number of finished groups that no iteration has taken. May be called from another thread."""
         return len(self.finished.of)
 
     def take(self) -> list[Finished] | None:
@@ -142,9 +142,9 @@ class Book:
         return self.rule.take(self.next, self.finished, self.running.counts)
 
     def consume(self, indices: Iterable[int]) -> list[int]:
-        """The next iteration has committed these groups. Returns live groups that are dropped and begin again.
+        """Record that the next iteration has committed these groups. Returns live groups that are dropped: too old now.
 
-        Only if another start of the flow chose the groups can there be any: live groups that are too old without them.
+        There are such groups only if another start of the flow chose the committed ones. They begin again.
         """
         taken = list(indices)
         for index in taken:
@@ -163,5 +163,5 @@ class Book:
         self.finished.remove(index)
 
     def _versions(self) -> Counter[int]:
-        """How many live groups have which version."""
+        """The number of live groups by version."""
         return self.running.counts + self.finished.counts

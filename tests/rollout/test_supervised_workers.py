@@ -1,4 +1,4 @@
-"""Rollout workers are tended in a thread of their own: when their manager is closed, nothing gives it workers again."""
+"""Rollout workers are supervised in a thread of their own: a manager that is closed is given no workers again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Manager:
     def __init__(self) -> None:
         self.given: list[Collection[tuple[str, int]]] = []
 
-    async def have(self, starts: Collection[tuple[str, int]]) -> None:
+    async def use_workers(self, starts: Collection[tuple[str, int]]) -> None:
         self.given.append(starts)
 
     async def heartbeats(self) -> dict[str, Any]:
@@ -38,11 +38,11 @@ class Manager:
 
 
 class Slow(Supervisor):
-    """Finds its worker restarted after a look in the background, which takes until `go`."""
+    """Finds its worker restarted after a poll in the background, which takes until `go`."""
 
     background, go = threading.Event(), threading.Event()
 
-    def look(self, names: Collection[str], *_: Any, **options: Any) -> list[Ready]:
+    def poll(self, names: Collection[str], *_: Any, **options: Any) -> list[Ready]:
         if threading.current_thread() is threading.main_thread():
             return [Ready("http://worker", 0)]
         self.background.set()
@@ -58,12 +58,12 @@ def test_a_manager_that_is_to_be_closed_gets_no_worker_from_a_look_that_goes_on(
     supervisor, manager, loop = Slow(open_store(tmp_path.as_uri()), Launcher(), tmp_path), Manager(), LoopThread()
     served = Workers(recipe, True, supervisor, cast(Watchdog, None), loop)
     served.serve(manager)
-    look = in_background(served.tend, "tend")
+    polling = in_background(served.supervise, "supervise")
     assert supervisor.background.wait(LIMIT)
     threading.Timer(0.2, supervisor.go.set).start()
     served.serve(None)
     before = list(manager.given)
     supervisor.go.set()
-    look.result(LIMIT)
+    polling.result(LIMIT)
     loop.stop()
     assert manager.given == before, "it was closed in between"
