@@ -19,6 +19,7 @@ from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
+from areal_tasks.engines.sharing import Followers
 from areal_tasks.rollout.book import Book
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
@@ -64,7 +65,7 @@ class Scene:
     ends: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     verdicts: Callable[[int], BaseException | None] = lambda group: None
     at_once: bool = True
-    followers: Any = None
+    followers: Followers = field(default_factory=Followers)
     serving: Any = None
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
