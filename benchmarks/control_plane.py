@@ -28,6 +28,7 @@ from typing import Any, Final, cast
 import psutil
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.sharing import Followers
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Event, Finished, Generated, Lease, News, Orders, Part, Written
@@ -56,7 +57,7 @@ class Servers:
 
     capacity: int
     version: int = 0
-    followers: Any = None
+    followers: Followers = field(default_factory=Followers)
     serving: Any = None
 
 

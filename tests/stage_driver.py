@@ -76,10 +76,10 @@ def tiny_sft(**changes: dict[str, Any]) -> Recipe:
     return parse_recipe({"name": "tiny-sft", "flow": "sft", **sections, **merged})
 
 
-def tiny_evaluation(path: str) -> Recipe:
+def tiny_evaluation(path: str, **changes: dict[str, Any] | int) -> Recipe:
     """Evaluates the weights at `path` as `tiny` does."""
-    whole = tiny().model_dump(mode="json")
-    sections = {name: whole[name] for name in ("data", "reward", "inference", "evaluation", "launcher")}
+    whole = tiny(**changes).model_dump(mode="json")
+    sections = {name: whole[name] for name in ("data", "reward", "inference", "evaluation", "launcher", "workflow")}
     model = {"path": path, "max_length": 12}
     evaluation = {name: value for name, value in whole["evaluation"].items() if name != "every"}
     return parse_recipe(

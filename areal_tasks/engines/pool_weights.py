@@ -44,9 +44,12 @@ class UpdatedPool(ServerPool):
 
     @property
     def stuck(self) -> bool:
-        """Whether no server holds the target weights or can load them by itself: the trainer has to send them."""
+        """Whether no server holds the target weights or can load them by itself: the trainer has to send them.
+
+        Also if this client is closed.
+        """
         loadable = self.target is not None and self.target.uri is not None
-        return not loadable and not any(server.current for server in self.servers)
+        return self._closed or (not loadable and not any(server.current for server in self.servers))
 
     def _set_target(self, target: Target) -> None:
         """Make these weights the target. No server generates before it has confirmed that it holds them."""

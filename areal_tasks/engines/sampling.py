@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -185,6 +185,8 @@ class Sampler:
         if name in self.engines.actor.names:
             return trainer_state(flow)
         url = service.url if service else name
+        if name in (evaluators := self.engines.servers.evaluators).names:
+            return worker_state(replace(flow, backlog=evaluators.backlog()), url)
         return (worker_state if name in self.engines.servers.workers.names else server_state)(flow, url)
 
     def sample(self) -> list[Row]:
@@ -209,10 +211,11 @@ class Sampler:
         servers, backlog = self.engines.servers, self.engines.servers.workers.backlog()
         at_once = self._at_once()
         found = {url: _queue(*queue, at_once) for url, queue in servers.queues().items()}
+        for each in filter(None, (backlog, servers.evaluators.backlog())):
+            for url in {*each.generating, *each.verifying, *each.held}:
+                under_way = each.generating.get(url, 0) + each.verifying.get(url, 0)
+                found[url] = _queue(under_way, each.held.get(url, 0), None)
         if backlog is not None:
-            for url in {*backlog.generating, *backlog.verifying, *backlog.held}:
-                under_way = backlog.generating.get(url, 0) + backlog.verifying.get(url, 0)
-                found[url] = _queue(under_way, backlog.held.get(url, 0), None)
             found[FLOW] = _queue(sum(backlog.generating.values()), backlog.spooled, backlog.room)
         return found
 

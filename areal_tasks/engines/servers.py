@@ -22,10 +22,10 @@ from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, name_of, sending_ranks, write_weights
 from areal_tasks.engines.holding import Holder
-from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.loop_thread import BRIEF_SECONDS, LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.starting import ready
+from areal_tasks.engines.starting import evaluator_names, ready, worker_names
 from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT_LIMIT_SECONDS: Final = 60.0  # for concurrent probes of all servers
-BRIEF_SECONDS: Final = 2.0  # to cancel work in progress: Prefect's worker kills a flow 7 s after asking it to end
 
 
 class Servers:
@@ -81,13 +80,15 @@ class Servers:
         self._ready: list[Ready] = []  # as the client knows them
         self._loop = LoopThread()
         self._holder = Holder(self._loop.run, self.call, lambda pool, key: self.call(pool.hold(key), generates=pool))
-        self.workers = Workers(recipe, generates, supervisor, watchdog, self._loop)
+        of_run = recipe, generates, supervisor, watchdog, self._loop
+        self.workers, self.evaluators = Workers(worker_names, *of_run), Workers(evaluator_names, *of_run)
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> server starts that a write failed for
 
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""
-        self.workers.serve(None)
+        for workers in (self.workers, self.evaluators):
+            workers.serve(None)
         for client in self._clients():
             self._loop.run(client.close())
 
@@ -213,7 +214,8 @@ class Servers:
         """
         waits_for = "generation" if generates else "a command to the servers"
         # the workers' heartbeats come first: they report the workers' requests per server
-        with self.watchdog.waiting(waits_for, lambda: self.workers.heartbeats() | self._heartbeats()):
+        beats = lambda: self.workers.heartbeats() | self.evaluators.heartbeats() | self._heartbeats()  # noqa: E731
+        with self.watchdog.waiting(waits_for, beats):
             return self._loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -226,6 +228,7 @@ class Servers:
         try:
             self._supervise()
             self.workers.supervise()
+            self.evaluators.supervise()
             if generates is not None and (self._ready or self.external) and generates.stuck:
                 raise ServerDown("the servers hold older weights and have to be given the current ones")
         finally:
@@ -280,7 +283,8 @@ class Servers:
 
     def queues(self) -> dict[str, tuple[int, int | None]]:
         """As `ServerPool.queues`, by the workers' last heartbeats. For any thread; TimeoutError after a while."""
-        self.workers.heartbeats()
+        for workers in (self.workers, self.evaluators):
+            workers.heartbeats()
         found: dict[str, tuple[int, int | None]] = {}
         for client in self._clients():
             found |= self._loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)

@@ -89,14 +89,15 @@ class Engines:
         resizes, self.recipe = self.resizes(recipe), recipe
         self.supervisor.settings = self.watchdog.settings = recipe.launcher
         if not self.supervisor.services:  # nothing has started
-            self.servers.recipe = self.servers.workers.recipe = recipe
+            self.servers.recipe = self.servers.workers.recipe = self.servers.evaluators.recipe = recipe
             self.actor.names = trainer_names(recipe)
             return
         placement = self._placement(recipe)
         if placement != self.servers.placement:
             self._log_placement(placement)
         self.servers.adapt(recipe, placement, self._join_servers)
-        self.servers.workers.adapt(recipe, self._join_worker)
+        for workers in (self.servers.workers, self.servers.evaluators):
+            workers.adapt(recipe, self._join_worker)
         if resizes:
             log.info("the trainer is started again as %d ranks", recipe.trainer.ranks)  # type: ignore[union-attr]
             self.actor.replace(trainer_names(recipe), partial(self._start_trainer, self.supervisor.join))
@@ -148,8 +149,9 @@ class Engines:
         while not self._closed.wait(SUPERVISE_SECONDS):
             with suppress(Exception):
                 self.supervisor.poll([name for name in self.actor.names if name in self.supervisor.services])
-            with suppress(Exception):
-                self.servers.workers.supervise()
+            for workers in (self.servers.workers, self.servers.evaluators):
+                with suppress(Exception):
+                    workers.supervise()
 
     def _log_placement(self, placement: Placement) -> None:
         if described := describe(placement):
@@ -157,12 +159,14 @@ class Engines:
         append_log(self.run.store, self.run.name, "placed", {"owner": self.run.owner, **assigned(placement)})
 
     def start(self, initial: WeightsRef, current: WeightsRef, written: WeightsRef) -> None:
-        """Start the servers that `begin` has not started, on the weights `written`. Does not wait for them.
+        """Start the servers that `begin` has not started, on `written`, and the worker that evaluates. Does not wait.
 
         `current` are the weights to generate with; `written` are the newest in the store that are not newer than these.
         """
         self.initial, self.servers.serving, self.servers.written = initial, current, written
         self._start_servers(written)
+        for name in self.servers.evaluators.names:  # last: where room is scarce, training comes first
+            self.supervisor.start(*self._worker(name))
 
     def _start_early(self) -> None:
         """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""

@@ -6,6 +6,8 @@ which servers may generate, it notifies the followers and waits until they have 
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
@@ -36,18 +38,24 @@ class Serving(BaseModel):
 
 
 class Followers:
-    """The other clients, as the managing client sees them. Here: no other client generates on the servers."""
+    """The other clients, as the managing client sees them: those of each of its `parts`. At first there is none."""
+
+    def __init__(self) -> None:
+        self.parts: list[Followers] = []
 
     def changed(self) -> None:
-        """Notify the other clients, without waiting, that `ServerPool.serving` may have changed."""
+        """Notify them, without waiting, that `ServerPool.serving` may have changed."""
+        for part in self.parts:
+            part.changed()
 
     async def acknowledged(self) -> None:
-        """Return when the other clients have acknowledged the current `serving`."""
+        """Return when they have acknowledged the current `serving`."""
+        await asyncio.gather(*(part.acknowledged() for part in self.parts))
 
     async def busy(self) -> Mapping[str, int]:
-        """The other clients' requests in flight, by the server's address."""
-        return {}
+        """Their requests in flight, by the server's address."""
+        return sum(map(Counter, await asyncio.gather(*(part.busy() for part in self.parts))), Counter[str]())
 
     def under_way(self) -> Mapping[str, int]:
         """The same, as last reported, without asking them."""
-        return {}
+        return sum((Counter(part.under_way()) for part in self.parts), Counter[str]())

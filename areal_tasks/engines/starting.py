@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from areal_tasks.data.datasets import splits
 from areal_tasks.engines.models import file_states
 from areal_tasks.engines.service import ModelFolder
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.runs import Run
 from schemas.manifest import WeightsRef
-from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
+from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 TRAINER: Final = "trainer"
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
@@ -24,6 +25,16 @@ def trainer_names(recipe: Recipe) -> list[str]:
     """The names of the trainer's services: one on each of its machines."""
     nodes = 1 if isinstance(recipe, EvaluateRecipe) else recipe.trainer.nodes
     return [TRAINER, *(f"{TRAINER}-{node}" for node in range(1, nodes))]
+
+
+def worker_names(recipe: Recipe) -> list[str]:
+    """The rollout workers that generate training's groups."""
+    return [f"rollout-{i}" for i in range(recipe.rollout.workers)] if isinstance(recipe, RlhfRecipe) else []
+
+
+def evaluator_names(recipe: Recipe) -> list[str]:
+    """The rollout worker that generates the groups of evaluations: what ends it costs training nothing."""
+    return ["rollout-evaluation"] if "eval_prompts" in splits(recipe) else []
 
 
 def startable_folder(run: Run, recipe: Recipe) -> ModelFolder | None:

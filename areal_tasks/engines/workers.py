@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.loop_thread import BRIEF_SECONDS, LoopThread
 from areal_tasks.engines.starting import ready
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.supervisor import Ready, Supervisor
-from schemas.recipe.recipe import Recipe, RlhfRecipe
+from schemas.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from areal_tasks.rollout.rollouts import Rollouts
@@ -35,15 +35,22 @@ class Backlog:
 
 
 class Workers:
-    """The workers that `recipe` asks for if the run `generates`, else none. `Engines` starts them.
+    """The workers that `recipe` asks for by `names_of`, if the run `generates`, else none. `Engines` starts them.
 
     If a changed recipe asks for fewer, the others leave: each is stopped when it no longer holds groups.
     """
 
     def __init__(
-        self, recipe: Recipe, generates: bool, supervisor: Supervisor, watchdog: Watchdog, loop: LoopThread
+        self,
+        names_of: Callable[[Recipe], list[str]],
+        recipe: Recipe,
+        generates: bool,
+        supervisor: Supervisor,
+        watchdog: Watchdog,
+        loop: LoopThread,
     ) -> None:
         self.recipe = recipe
+        self._names_of = names_of
         self._generates = generates
         self._leaving: list[str] = []
         self._join: Callable[[str], None] = lambda name: None
@@ -57,8 +64,7 @@ class Workers:
     @property
     def names(self) -> list[str]:
         """The names of the workers that the recipe asks for."""
-        count = self.recipe.rollout.workers if self._generates and isinstance(self.recipe, RlhfRecipe) else 0
-        return [f"rollout-{i}" for i in range(count)]
+        return self._names_of(self.recipe) if self._generates else []
 
     def adapt(self, recipe: Recipe, join: Callable[[str], None]) -> None:
         """Change to this recipe. `join` starts a worker that it adds; those that it removes leave."""
@@ -117,6 +123,14 @@ class Workers:
         """The groups that are under way now; None while no component uses the workers. For any thread."""
         manager = self._manager
         return manager.backlog() if manager is not None else None
+
+    def end(self, manager: Rollouts) -> None:
+        """Have this manager use the workers no more: it abandons running groups, and finished ones are spooled."""
+        try:
+            self.serve(None)
+            self._loop.run(manager.close(), BRIEF_SECONDS)
+        except Exception as error:  # another error ended the run, and must not be hidden
+            log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """A heartbeat per worker, by its name."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from areal_tasks.engines.starting import trainer_names
+from areal_tasks.engines.starting import evaluator_names, trainer_names, worker_names
 from areal_tasks.launchers.cluster import Machine, Resources
 from schemas.recipe.launcher import Needs
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
@@ -20,11 +20,10 @@ def service_needs(recipe: Recipe, external: bool) -> dict[str, Resources]:
     found: dict[str, Resources] = {}
     if not isinstance(recipe, EvaluateRecipe):
         found |= dict.fromkeys(trainer_names(recipe), trainer_needs(recipe))
-    if isinstance(recipe, RlhfRecipe):
-        found |= {f"rollout-{i}": worker_needs(recipe) for i in range(recipe.rollout.workers)}
+    found |= dict.fromkeys(worker_names(recipe), worker_needs(recipe))
     if not isinstance(recipe, SftRecipe) and not external:
         found |= {f"inference-{i}": server_needs(recipe) for i in range(recipe.inference.servers)}
-    return found
+    return found | dict.fromkeys(evaluator_names(recipe), worker_needs(recipe))
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:

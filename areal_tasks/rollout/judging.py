@@ -19,7 +19,7 @@ from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.parallel import in_background
 from areal_tasks.workflows import Sample
 from schemas.recipe.filters import Filters
-from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import JUDGED
 
 
@@ -145,7 +145,7 @@ def verdicts_of(samples: Sequence[Sample]) -> list[VerifyResult]:
     return [sample.verdict for sample in samples if sample.verdict is not None]
 
 
-def judged_with(recipe: RlhfRecipe) -> str:
+def judged_with(recipe: RlhfRecipe | EvaluateRecipe) -> str:
     """Digest of the settings that a verdict depends on, and of the verifier's version."""
     return digest_json([recipe_values(recipe, ["reward"]), verifier_version(recipe.reward.verifier)])
 

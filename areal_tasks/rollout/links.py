@@ -160,7 +160,7 @@ class Assignments:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Links(Followers):
     """The links, by start of a worker: (address, restart). As `Followers` they follow `client`.
 

@@ -33,6 +33,7 @@ class Begin(Message):
     """The first order: generate groups with these settings, and forget earlier groups."""
 
     recipe: dict[str, Any]
+    evaluates: bool = Field(description="groups of an evaluation: each is a held-out prompt, and is not spooled")
     folder: str = Field(description="the flow's working directory, in which users' code runs as well")
     prompts: TableRef
     order: int = Field(description="of the prompts; see `RunRecord.order`")

@@ -75,10 +75,14 @@ class Rejections:
         self.counts, self._reported = self.counts - self._reported, Counter()
 
     def _too_many_failed(self, last: RejectedGroup) -> UserError:
+        attempts, most = self.limits.group_attempts, self.limits.max_failed_groups
+        why = f"group {last.index}: {last.reason.removeprefix('failed: ')}. Correct the workflow and run this again"
+        if not most:
+            allowed = "no group may fail in an evaluation, nor with rollout.max_failed_groups = 0"
+            return UserError(f"{allowed}, and one has failed in {attempts} attempts, {why}")
         return UserError(
-            f"{self.failed} of the groups have failed in {self.limits.group_attempts} attempts each, more than "
-            f"rollout.max_failed_groups = {self.limits.max_failed_groups}. The last one, group {last.index}: "
-            f"{last.reason.removeprefix('failed: ')}. Correct the workflow and run this again: the groups begin again"
+            f"{self.failed} of the groups have failed in {attempts} attempts each, more than "
+            f"rollout.max_failed_groups = {most}. The last one, {why}: the groups begin again"
         )
 
     def _too_many_filtered(self) -> UserError:

@@ -16,7 +16,6 @@ from typing import Final
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
@@ -218,7 +217,7 @@ class Rollouts:
     async def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
         self.end(UserError("abandoned, since the flow ends: its groups begin again"))
-        self.client.followers = Followers()
+        self.client.followers.parts = [part for part in self.client.followers.parts if part is not self.links]
         links, self.links.by_start = list(self.links.by_start.values()), {}
         await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))
 
@@ -226,7 +225,8 @@ class Rollouts:
 
     async def use_workers(self, starts: Collection[tuple[str, int]]) -> None:
         """Use exactly these starts of workers, (address, number of the start), from now on."""
-        self.client.followers = self.links
+        if self.links not in self.client.followers.parts:
+            self.client.followers.parts.append(self.links)
         for start in self.links.by_start.keys() - set(starts):
             link = self.links.by_start.pop(start)
             await link.drop()

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
-from areal_tasks.rollout.judging import BatchedVerifier, Verdicts
-from areal_tasks.rollout.prompts import PROMPT_COLUMNS, workflow_context
-from areal_tasks.rollout.worker.apart import IsolatedWorkflow, in_time
-from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, sizes_of
+from areal_tasks.rollout.group_tracker import GroupTracker
+from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.orders import Written
+from areal_tasks.rollout.prompts import PROMPT_COLUMNS, evaluation_rollout
+from areal_tasks.rollout.rollouts import Rollouts
+from areal_tasks.rollout.settled import SettledGroups
+from areal_tasks.rollout.spooling import Spool, Writer
+from areal_tasks.rollout.staleness import Staleness
+from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop, order_of, sizes_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
+from areal_tasks.store import paths
+from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.runs import CommittedStage
 from areal_tasks.store.shards import read_table
-from areal_tasks.workflows import Prompt, Sample, WorkflowContext, load_workflow, samples_to_table
 from schemas.manifest import InputRef
-from schemas.recipe.derived import judges_groups
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import EVALUATE, ROLLOUT
+
+NOT_SPOOLED: Final = ""  # what the groups of an evaluation are made with: none goes to the spool
+AT_ONCE: Final = 64  # finished groups that the worker writes at a time: an end of its process costs no more of them
 
 
 def evaluate(recipe: RlhfRecipe | EvaluateRecipe) -> Stage:
@@ -72,52 +83,52 @@ def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
 
 
 def generated_by(client: InferenceClient, context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """The same by the servers of this client, which hold these weights."""
-    recipe, engines = context.recipe, context.engines
-    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
-    sampling, rows = recipe.evaluation, inputs.read(context, "eval_prompts").to_pylist()
-    prompts = [Prompt(group_id=row["prompt_id"], epoch=0, **row) for row in rows]
-    settings = workflow_context(recipe, sampling, sampling.samples, client, engines.tokenizer)
-    if judges_groups(recipe):
-        settings = replace(settings, verify=Verdicts(BatchedVerifier(engines.verifiers.verify)))
-    workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
-    isolated = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
-    done: list[Prompt] = []
-    with reported(label, "samples", lambda: (len(done) * sampling.samples, len(prompts) * sampling.samples)):
-        groups = run_groups(isolated, prompts, settings, sampling.group_seconds, done.append)
-        samples = engines.servers.call(groups, generates=client)
-    check_versions(client, context.weights.version)
-    return samples_to_table(samples)
-
-
-async def run_groups(
-    workflow: IsolatedWorkflow,
-    prompts: Sequence[Prompt],
-    context: WorkflowContext,
-    seconds: float,
-    report: Callable[[Prompt], object] = lambda prompt: None,
-) -> list[Sample]:
-    """The samples of all groups, in the order of the prompts; `report` is called for each finished group.
-
-    A group that fails or blocks ends all others, and so do `seconds` without a finished group. (How long a group waits
-    for a free server is not limited.)
-    """
-
-    async def group(prompt: Prompt) -> list[Sample]:
-        samples = await workflow.run(prompt, context)
-        report(prompt)
-        return samples
-
-    groups = [asyncio.ensure_future(group(prompt)) for prompt in prompts]
+    """The same by the servers of this client, which hold these weights: a rollout worker has them generate."""
+    servers, rollouts, version = context.engines.servers, evaluation(client, context, inputs), context.weights.version
+    tracker, size, samples = rollouts.tracker, rollouts.limits.group_size, ROLLOUT.empty_table()
+    wanted = tracker.rule.capacity(version, tracker.rule.last)
+    servers.evaluators.serve(rollouts)
     try:
-        for done in asyncio.as_completed(groups):
-            await in_time(done, seconds, "evaluation.group_seconds")
-        return list(chain.from_iterable(task.result() for task in groups))
+        with reported(label, "samples", lambda: (len(samples) + tracker.ready() * size, wanted * size)):
+            while tracker.next <= tracker.rule.last:
+                prefix = paths.stage_attempt(context.run.name, context.iteration, "evaluate", new_attempt())
+                some = taken(context.store, servers.call(rollouts.take(prefix), generates=client))
+                servers.call(in_loop(partial(rollouts.consume, some["group_id"].unique().to_pylist())))
+                samples = pa.concat_tables([samples, some])
     finally:
-        for task in groups:
-            task.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)  # the thread ends after its groups
-        workflow.close()
+        servers.evaluators.end(rollouts)
+    check_versions(client, version)
+    if (newest := pc.max(pc.list_flatten(samples["versions"])).as_py() or 0) > version:
+        raise ServerDown(f"a server has generated with version {newest} of the weights, expected {version}")
+    return samples.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+
+
+def evaluation(client: InferenceClient, context: Context, inputs: Inputs) -> Rollouts:
+    """The groups of an evaluation. `AT_ONCE` of them are taken at a time, all of the version that is evaluated."""
+    recipe, run, version = context.recipe, context.run, context.weights.version
+    assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
+    groups = set(inputs.read(context, "eval_prompts")["prompt_id"].to_pylist())
+    sizes = [min(AT_ONCE, len(groups) - start) for start in range(0, len(groups), AT_ONCE)]
+    rule = Staleness(lambda k: k - version, version + len(sizes) - 1, lambda k: sizes[k - version])
+    left_out = set(range(max(groups, default=0))) - groups
+    return Rollouts(
+        tracker=GroupTracker(rule, version, SettledGroups().add(left_out)),
+        client=client,
+        order=order_of(context, client, inputs.ref("eval_prompts"), NOT_SPOOLED, evaluates=True),
+        connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
+        limits=evaluation_rollout(recipe),
+        spool=Spool(run.store, run.name, run.owner, NOT_SPOOLED),
+        writer=Writer(run.store, run.name, run.owner, NOT_SPOOLED),
+    )
+
+
+def taken(store: Store, parts: Sequence[Written]) -> pa.Table:
+    """The samples that a worker has written. The stage commits them with their verdicts, so these files are removed."""
+    tables = [read_table(store, part.tables["rollout"]) for part in parts]
+    for table in chain.from_iterable(part.tables.values() for part in parts):
+        for shard in table.shards:
+            store.remove(shard.path)
+    return pa.concat_tables(tables)
 
 
 def recorded_samples(context: Context, source: CommittedStage) -> pa.Table:

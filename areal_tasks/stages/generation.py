@@ -132,7 +132,7 @@ class Generation:
         if self._rollouts is None:
             self.tracker.consume(taken)
         else:
-            self._servers.call(_in_loop(partial(self._rollouts.consume, taken)))
+            self._servers.call(in_loop(partial(self._rollouts.consume, taken)))
 
     def hold(self, held: bool) -> None:
         """While `held`, begin only groups that a running stage waits for; write finished ones to the store.
@@ -143,7 +143,7 @@ class Generation:
         if self._rollouts is None:
             return
         try:
-            self._servers.call_briefly(self._rollouts.flush() if held else _in_loop(self._rollouts.begin))
+            self._servers.call_briefly(self._rollouts.flush() if held else in_loop(self._rollouts.begin))
         except (UserError, TimeoutError) as error:
             log.warning("finished groups are not in the store yet: %s", str(error) or type(error).__name__)
 
@@ -151,11 +151,7 @@ class Generation:
         """Abandon running groups, and write finished ones to the store."""
         if self._rollouts is None:
             return
-        try:
-            self._servers.workers.serve(None)
-            self._servers.call_briefly(self._rollouts.close())
-        except Exception as error:  # another error ended the run, and must not be hidden
-            log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
+        self._servers.workers.end(self._rollouts)
 
     def recipes_have_changed(self, first: int) -> None:
         """Apply the changed recipes of the iterations from `first` on. No iteration may be taking groups."""
@@ -163,7 +159,7 @@ class Generation:
         if self._rollouts is None:
             self.tracker.rule = rule
         else:
-            self._servers.call(_in_loop(partial(self._rollouts.change_rule, rule, why)))
+            self._servers.call(in_loop(partial(self._rollouts.change_rule, rule, why)))
 
     def state(self) -> dict[str, Any]:
         """The groups after an iteration, as its commit records them: settled ones, and the spool's places of others."""
@@ -185,8 +181,8 @@ class Generation:
             self._rollouts = self._new(context, inputs)
             self._servers.workers.serve(self._rollouts)
         elif self._recipe != recipe:
-            order = order_of(context, recipe, inputs.ref("prompts"), kind)
-            self._servers.call(_in_loop(partial(self._rollouts.change_settings, recipe.rollout, order)))
+            order = order_of(context, self._rollouts.client, inputs.ref("prompts"), kind)
+            self._servers.call(in_loop(partial(self._rollouts.change_settings, recipe.rollout, order)))
         self._recipe = recipe
         return self._rollouts
 
@@ -196,10 +192,11 @@ class Generation:
         self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
         rejected = recover(self.tracker, spool)
+        client = self._servers.inference(waits=False)
         rollouts = Rollouts(
             tracker=self.tracker,
-            client=context.engines.servers.inference(waits=False),
-            order=order_of(context, recipe, inputs.ref("prompts"), self._made_with),
+            client=client,
+            order=order_of(context, client, inputs.ref("prompts"), self._made_with),
             connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
             limits=recipe.rollout,
             spool=spool,
@@ -220,13 +217,15 @@ class Generation:
         return self._recipe_at(k).rollout  # type: ignore[union-attr]
 
 
-async def _in_loop(action: Callable[[], None]) -> None:
+async def in_loop(action: Callable[[], None]) -> None:
     action()
 
 
-def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with: str) -> Callable[[], Begin]:
-    """A function that makes the first order for a rollout worker."""
-    engines, client = context.engines, context.engines.servers.inference(waits=False)
+def order_of(
+    context: Context, client: InferenceClient, prompts: TableRef, made_with: str, evaluates: bool = False
+) -> Callable[[], Begin]:
+    """Makes the first order for a rollout worker, which generates on the servers of `client`."""
+    engines, recipe = context.engines, context.recipe
     detokenizer = engines.ends.detokenizer
 
     def order() -> Begin:
@@ -234,6 +233,7 @@ def order_of(context: Context, recipe: RlhfRecipe, prompts: TableRef, made_with:
         assert engines.initial is not None, "there are servers"
         return Begin(
             recipe=recipe.model_dump(mode="json"),
+            evaluates=evaluates,
             folder=str(Path.cwd()),
             prompts=prompts,
             order=context.run.record.order,

@@ -109,7 +109,7 @@ class Rollout(Section):
         ge=0,
         le=1_048_576,
         description="Memory of a rollout worker's process above which it gets no more groups, finishes and writes "
-        "those that it has, and is restarted; 0: no limit.",
+        "those that it has, and is restarted; 0: no limit. Not in evaluations.",
     )
     flush_seconds: float = operational(
         30.0,
@@ -258,7 +258,10 @@ class Evaluation(Section):
     max_new_tokens: int = semantic(256, ge=1, le=131072, description="Longest completion, in tokens.")
     stop: list[str] = semantic([], description="Strings that end a completion.")
     group_seconds: float = operational(
-        3600.0, gt=0, le=864_000, description="An evaluation fails if no prompt finishes for this many seconds."
+        3600.0,
+        gt=0,
+        le=864_000,
+        description="Time limit of one attempt at a prompt in seconds, waits for servers included.",
     )
 
 

@@ -18,6 +18,7 @@ class OneFollower(Followers):
     """Another client, as the managing one sees it: what it knows, and its requests in flight."""
 
     def __init__(self, client: InferenceClient) -> None:
+        super().__init__()
         self.client, self.known = client, list[dict[str, bool]]()
         self.requests: dict[str, int] = {}
         self.asked = 0
@@ -34,7 +35,7 @@ def test_it_gets_neither_requests_nor_weights_until_it_is_released() -> None:
     async def test() -> None:
         fakes = [Fake(), Fake()]
         async with serving(*fakes) as client:
-            client.followers = follower = OneFollower(client)
+            client.followers.parts.append(follower := OneFollower(client))
             await client.update_weights("zero", 0)
             server, current = await client.hold("zero")
             held, other = fakes if server.url == fakes[0].url else reversed(fakes)
@@ -73,7 +74,7 @@ def test_a_server_that_needs_older_weights_is_left_by_all_first() -> None:
     async def test() -> None:
         fake = Fake(delay=1.0)
         async with serving(fake) as client:
-            client.followers = follower = OneFollower(client)
+            client.followers.parts.append(follower := OneFollower(client))
             follower.requests = {fake.url: 1}
             await client.update_weights("one", 1)
             work = asyncio.ensure_future(client.generate(requests(2)))
@@ -114,7 +115,7 @@ def test_a_hold_that_is_given_up_leaves_the_server_in_use() -> None:
     async def test() -> None:
         fake = Fake()
         async with serving(fake) as client:
-            client.followers = follower = OneFollower(client)
+            client.followers.parts.append(follower := OneFollower(client))
             await client.update_weights("one", 1)
             follower.requests = {fake.url: 1}
             holding = asyncio.ensure_future(client.hold("zero"))
@@ -130,7 +131,7 @@ def test_one_that_is_released_while_the_trainer_sends_weights_gets_none_until_it
     async def test() -> None:
         fakes = [Fake(), Fake()]
         async with serving(*fakes, interruption="drain") as client:
-            client.followers = follower = OneFollower(client)
+            client.followers.parts.append(follower := OneFollower(client))
             await client.update_weights("zero", 0)
             server, current = await client.hold("zero")
             [other] = client.healthy()

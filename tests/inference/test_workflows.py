@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,13 +11,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from example_workflow import Checked, Corrected
-from waiting import LIMIT, until
+from waiting import LIMIT
 
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow
-from areal_tasks.stages.evaluate import run_groups
+from areal_tasks.rollout.worker.apart import IsolatedWorkflow
 from areal_tasks.store.shards import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
 from areal_tasks.workflows.single_turn import sample_of
@@ -71,58 +68,11 @@ def run(client: Echo) -> list[Sample]:
         client=cast(InferenceClient, client), seed=7, group_size=2, max_new_tokens=9, temperature=0.5, max_length=32,
         stop=("x",), generation=1,
     )  # fmt: skip
-    return asyncio.run(run_groups(IsolatedWorkflow(SingleTurn(), LIMIT), prompts(), context, LIMIT))
 
+    async def work() -> list[list[Sample]]:
+        return await asyncio.gather(*(SingleTurn().run(prompt, context) for prompt in prompts()))
 
-@dataclass
-class Stuck:
-    """A workflow that blocks its thread, or waits for what never comes."""
-
-    blocks: bool
-    end: threading.Event = field(default_factory=threading.Event)
-
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
-        if self.blocks:
-            self.end.wait()
-        await asyncio.get_running_loop().create_future()
-        return []
-
-
-@pytest.mark.parametrize("blocks", [True, False])
-def test_an_evaluation_whose_workflow_never_ends_fails_with_the_setting_that_limits_it(blocks: bool) -> None:
-    stuck = Stuck(blocks)
-    context = WorkflowContext(cast(InferenceClient, Echo()), 7, 2, 9, 0.5, 32)
-    limits = (0.01, LIMIT) if blocks else (LIMIT, 0.01)
-    says = "workflow.blocked_seconds" if blocks else "evaluation.group_seconds"
-    try:
-        with pytest.raises((Blocked, TimeoutError), match=says):
-            asyncio.run(run_groups(IsolatedWorkflow(stuck, limits[0]), prompts(), context, limits[1]))
-    finally:
-        stuck.end.set()
-
-
-def test_a_prompt_that_fails_takes_back_the_requests_of_the_others() -> None:
-    class Failing(Echo):
-        cancelled = 0
-        asked = 0
-
-        async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-            self.asked += 1
-            try:
-                await until(lambda: self.asked == 3 and requests[0].group == 101)
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-            raise KeyError("of one prompt")
-
-    async def work() -> None:
-        client = Failing()
-        context = WorkflowContext(cast(InferenceClient, client), 7, 2, 9, 0.5, 32)
-        with pytest.raises(KeyError, match="of one prompt"):
-            await run_groups(IsolatedWorkflow(SingleTurn(), LIMIT), prompts(), context, LIMIT)
-        await until(lambda: client.cancelled == 2)
-
-    asyncio.run(work())
+    return [sample for group in asyncio.run(work()) for sample in group]
 
 
 def test_single_turn_samples_each_prompt_with_seeds_of_its_own() -> None:
@@ -244,7 +194,9 @@ def test_the_example_that_corrects_itself_asks_again_where_the_first_answer_is_w
         client = cast(InferenceClient, Answering())
         tokenizer = lambda *_, **__: {"input_ids": [8, 9]}  # noqa: E731
         context = WorkflowContext(client, 7, 1, 9, 0.5, 32, tokenizer=tokenizer, verify=verify)
-        samples = await run_groups(IsolatedWorkflow(Corrected("?"), LIMIT), prompts()[1:2], context, LIMIT)
+        isolated = IsolatedWorkflow(Corrected("?"), LIMIT)
+        samples = await isolated.run(prompts()[1], context)
+        isolated.close()
         assert [loop for _, loop in asked] == [asyncio.get_running_loop()], "that of the client"
         return samples
 

@@ -192,13 +192,14 @@ def test_a_proposal_for_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatc
         ("trainer", "fits", "n1"),
         ("rollout-0", "fits", "n1"),
         ("inference-0", "waits", ""),
+        ("rollout-evaluation", "waits", ""),
     ]
     assert rows[2]["why"] == "needs 1 CPU on one node; n1 has 4 CPUs, 4 of them in use (2 by this run)"
 
 
 def test_what_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, error = plan(capsys, monkeypatch, *CLUSTER, "launcher.resources.trainer.cpus=5")
-    assert [row["state"] for row in rows] == ["refused", "fits", "fits"]
+    assert [row["state"] for row in rows] == ["refused", "fits", "fits", "waits"]
     assert "does not fit the cluster: trainer: no node has 5 CPUs; the largest has 4 CPUs: lower" in error
 
 
@@ -217,6 +218,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         *((f"rollout-{i}", here, "") for i in range(recipe.rollout.workers)),  # type: ignore[union-attr]
         ("inference-0", here, "1"),
         ("inference-1", here, "2"),
+        ("rollout-evaluation", here, ""),
     ]
     with pytest.raises(UserError, match=r"trainer\.ranks: 4 ranks need a GPU each"):
         placement.local_rows(load_recipe("gsm8k", ["trainer.ranks=4"]), ("0", "1"))
@@ -251,6 +253,7 @@ def test_a_run_that_is_under_way(run: Run) -> None:
         ("inference-0", "starts", "n2", "", 0, ""),
         ("rollout-0", "waits", "", "", 0, ""),
         ("rollout-1", "waits", "", "", 0, "Resources"),
+        ("rollout-evaluation", "waits", "", "", 0, ""),
         ("trainer", "runs", "n1", "0+1", 11, ""),
     ]
 

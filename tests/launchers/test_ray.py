@@ -259,7 +259,8 @@ def test_the_quickstart_on_a_cluster() -> None:
         log = machines["head"].run(command, environment).stderr
         assert "iteration 0 done (1 of 1)" in log
         hosts = dict(re.findall(r"service (\S+) starts on (\S+)", log))
-        assert hosts.keys() == {"trainer", "inference-0", "rollout-0"} and set(hosts.values()) == {"node1", "node2"}
+        assert hosts.keys() == {"trainer", "inference-0", "rollout-0", "rollout-evaluation"}
+        assert set(hosts.values()) == {"node1", "node2"}
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_a_deployment_runs_on_a_ray_cluster() -> None:
         address, api = f"{control.address}:6379", f"http://{control.address}:4200/api"
         start_ray(control, "--head", "--num-cpus=0", "--include-dashboard=false")
         for name in ("node1", "node2"):
-            start_ray(bed[name], f"--address={address}", "--num-cpus=2", **bed.s3)
+            start_ray(bed[name], f"--address={address}", "--num-cpus=3", **bed.s3)
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         control.popen(["prefect", "server", "start", "--host", control.address], **silent)
         flows = {"PREFECT_API_URL": api, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT), **bed.s3}
@@ -46,7 +46,7 @@ def test_a_deployment_runs_on_a_ray_cluster() -> None:
         script.terminate()
         printed, _ = script.communicate()
         hosts = dict(re.findall(r"service (\S+) starts on (\S+)", printed))
-        assert hosts.keys() == {"trainer", "inference-0", "rollout-0", "rollout-1"}, printed
+        assert hosts.keys() == {"trainer", "inference-0", "rollout-0", "rollout-1", "rollout-evaluation"}, printed
         assert set(hosts.values()) == {"node1", "node2"}
         assert "mine: sound" in worker.run([*AREALFLOW, "audit", "mine"], flows).stdout
         wait_until(lambda: "raylet" not in worker.run(["ps", "-eo", "args"]).stdout, "the end of Ray on the worker")

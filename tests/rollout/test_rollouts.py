@@ -19,11 +19,11 @@ from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
+from areal_tasks.engines.sharing import Followers
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.rollouts import Rollouts
-from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
 from areal_tasks.rollout.staleness import Finished, Staleness
 from areal_tasks.rollout.worker.groups import Groups
@@ -64,7 +64,7 @@ class Scene:
     ends: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     verdicts: Callable[[int], BaseException | None] = lambda group: None
     at_once: bool = True
-    followers: Any = None
+    followers: Followers = field(default_factory=Followers)
     serving: Any = None
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:

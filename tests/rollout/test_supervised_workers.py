@@ -12,6 +12,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import workers
 from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.starting import worker_names
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.supervisor import Ready, Supervisor
@@ -56,7 +57,7 @@ def test_a_manager_that_is_to_be_closed_gets_no_worker_from_a_look_that_goes_on(
     monkeypatch.setattr(workers, "ready", lambda *_: None)
     recipe = parse_recipe({"name": "r", "flow": "rlhf", "model": {"path": "m"}, "data": {"source": "sums://2"}})
     supervisor, manager, loop = Slow(open_store(tmp_path.as_uri()), Launcher(), tmp_path), Manager(), LoopThread()
-    served = Workers(recipe, True, supervisor, cast(Watchdog, None), loop)
+    served = Workers(worker_names, recipe, True, supervisor, cast(Watchdog, None), loop)
     served.serve(manager)
     polling = in_background(served.supervise, "supervise")
     assert supervisor.background.wait(LIMIT)

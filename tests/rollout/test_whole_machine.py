@@ -27,6 +27,7 @@ from test_filters import judgement
 from test_rollouts import at, sample, writer
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.sharing import Followers
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.group_tracker import GroupTracker
@@ -76,7 +77,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.version, self.capacity = 0, 20
-        self.followers: Any = None
+        self.followers = Followers()
         self.serving: Any = None
         self.attempts: list[Attempt] = []
 

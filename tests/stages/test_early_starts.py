@@ -38,7 +38,7 @@ def test_the_trainer_starts_before_there_are_weights_and_servers_before_there_ar
         monkeypatch.setattr(engines.supervisor, "start", lambda module, spec, *more, **group: order.append(spec.name))
         monkeypatch.setattr(engines, "load_early", lambda version: order.append(f"load {version}"))
         Loop(run, recipe, engines, execute)._begin()
-    assert order == ["trainer", "rollout-0", "initialise", "inference-0", "load 0", "prompts"]
+    assert order == ["trainer", "rollout-0", "initialise", "inference-0", "rollout-evaluation", "load 0", "prompts"]
 
 
 def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,7 +76,7 @@ def test_servers_start_on_the_models_own_folder_and_once(tmp_path: Path, monkeyp
         assert specs[2].folder == specs[3].folder == ModelFolder(path=str(model), files=file_states(model))
         written = WeightsRef(version=0, attempt="a", path="", sha256="", digest="")
         engines.start(written, written, written)
-        assert len(specs) == 4 and engines.servers.written == written
+        assert [spec.name for spec in specs[4:]] == ["rollout-evaluation"] and engines.servers.written == written
         engines.supervisor.services.clear()
 
 

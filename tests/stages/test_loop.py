@@ -196,7 +196,7 @@ def test_processes_killed_while_they_work_are_started_again_and_change_no_bit(
         return run_directly(jobs)
 
     drive(tmp_path, "r", LOCAL, execute)
-    assert sorted(struck) == ["inference-0", "rollout-0", "trainer"]
+    assert sorted(struck) == ["inference-0", "rollout-0", "rollout-evaluation", "trainer"]
     assert digests(tmp_path, "r") == expected_local
     logs = {path.name for path in (tmp_path / "logs" / "r").iterdir()}
     assert logs == {f"{name}-1-{restart}.log" for name in struck for restart in range(2)}

@@ -48,7 +48,8 @@ def test_services_that_hang_are_named_ended_and_started_again(
     told(caplog.messages, "inference-0", "generation")
     logs = {path.name for path in (tmp_path / "logs" / "r").iterdir()}
     assert logs == {f"{name}-1-{restart}.log" for name in ("trainer", "inference-0") for restart in range(2)} | {
-        "rollout-0-1-0.log"
+        "rollout-0-1-0.log",
+        "rollout-evaluation-1-0.log",
     }
 
 

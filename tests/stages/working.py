@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -11,6 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
+
+
+class Stuck:
+    """Blocks its thread, or waits for what never comes."""
+
+    def __init__(self, blocks: bool) -> None:
+        self.blocks = blocks
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        if self.blocks:
+            threading.Event().wait()
+        return await asyncio.get_running_loop().create_future()
 
 
 class Leaking:
@@ -49,6 +62,8 @@ class Misbehaving:
         self.how, self.group, self.folder = how, group, Path(folder)
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        with (self.folder / "attempts").open("a") as file:
+            file.write(f"{prompt.group_id} ")
         if prompt.group_id == self.group and (self._first() or self.how == "always"):
             self._misbehave()
         return await SingleTurn().run(prompt, context)
@@ -69,3 +84,12 @@ class Misbehaving:
         if self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         threading.Event().wait()  # for ever
+
+
+class MisbehavingLater(Misbehaving):
+    """The same, once there is a file `go` in `folder`."""
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        while prompt.group_id == self.group and not (self.folder / "go").exists():
+            await asyncio.sleep(0.01)  # the test creates it
+        return await super().run(prompt, context)

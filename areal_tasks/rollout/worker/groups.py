@@ -95,6 +95,7 @@ class Groups:
     writer: Writer
     report: Callable[[Event], None]
     judge: Judge | None = None  # if groups are verified as they finish
+    spools: bool = True  # else finished groups stay in memory
     finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
     leaving: bool = False  # finished groups are written at once
     _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, by lease number
@@ -131,7 +132,7 @@ class Groups:
         """Write finished groups to the spool, and drop them from memory."""
         async with self._flushing:
             waiting = dict(self.finished)
-            if not waiting:
+            if not waiting or not self.spools:
                 return
             groups = {held.index: (held.version, held.samples) for held in waiting.values()}
             for record in await asyncio.to_thread(self.writer.write, groups):
@@ -220,7 +221,8 @@ class Groups:
 
     async def _samples(self, lease: Lease, context: WorkflowContext) -> list[Sample]:
         work = self.workflow.run(self.prompt_of(lease.index), context)
-        return checked(await in_time(work, self.limits.group_seconds, "rollout.group_seconds"), lease)
+        section = "rollout" if self.spools else "evaluation"
+        return checked(await in_time(work, self.limits.group_seconds, f"{section}.group_seconds"), lease)
 
     def _fail(self, lease: Lease, error: BaseException) -> None:
         log.warning("group %d has failed", lease.index, exc_info=error)

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psutil
 from pydantic import BaseModel
@@ -48,17 +48,25 @@ from areal_tasks.rollout.orders import (
     Part,
     Written,
 )  # fmt: skip
-from areal_tasks.rollout.prompts import PROMPT_COLUMNS, prompt_of_group, workflow_context
+from areal_tasks.rollout.prompts import (
+    PROMPT_COLUMNS,
+    evaluation_rollout,
+    held_out_prompts,
+    prompt_of_group,
+    workflow_context,
+)
 from areal_tasks.rollout.spooling import Writer
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import read_table
-from areal_tasks.workflows import SingleTurn, load_workflow
+from areal_tasks.workflows import Prompt, SingleTurn, load_workflow
 from schemas.manifest import WeightsRef
-from schemas.recipe.derived import interruption, judges_groups
-from schemas.recipe.recipe import RlhfRecipe
+from schemas.recipe.derived import interruption
+from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
+from schemas.recipe.sections import Rollout
 
+Generating = RlhfRecipe | EvaluateRecipe  # recipes that have groups generated
 FAREWELL_SECONDS: Final = 60.0  # to write finished groups after the flow has ended
 HEARTBEAT_SECONDS: Final = 1.0  # a long poll without events is answered after this time
 
@@ -138,30 +146,35 @@ class Worker:
         async with self._beginning:
             await self.close()
             self._events, self._known = [], 0
-            recipe = RlhfRecipe.model_validate(order.recipe)
+            recipe = (EvaluateRecipe if order.recipe["flow"] == "evaluate" else RlhfRecipe).model_validate(order.recipe)
+            sampling = evaluation_rollout(recipe) if order.evaluates else cast(RlhfRecipe, recipe).rollout
             with suppress(FileNotFoundError):  # on another machine; importing code from that folder then fails
                 os.chdir(order.folder)
             workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
             prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
+            prompt_of: Callable[[int], Prompt] = partial(prompt_of_group, prompts, seed=recipe.seed, order=order.order)
+            if order.evaluates:
+                prompt_of = held_out_prompts(prompts).__getitem__
             tokenizer = None
             if not isinstance(workflow, SingleTurn):  # which never blocks, and needs no tokenizer
                 tokenizer = await asyncio.to_thread(self._tokenizer, order.model)
                 workflow = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
             self._client = await self._new_client(order, recipe, tokenizer)
-            judge = self._judge(recipe) if judges_groups(recipe) else None
+            judge = self._judge(recipe, sampling) if recipe.workflow.verifies or sampling.filters.active else None
             if isinstance(workflow, IsolatedWorkflow):
                 self._resources.callback(workflow.close)
             self._groups = Groups(
                 workflow,
-                workflow_context(recipe, recipe.rollout, recipe.rollout.group_size, self._client, tokenizer),
-                partial(prompt_of_group, prompts, seed=recipe.seed, order=order.order),
-                recipe.rollout,
+                workflow_context(recipe, sampling, self._client, tokenizer),
+                prompt_of,
+                sampling,
                 Writer(self._store, self._spec.run, self._spec.owner, order.made_with),
                 self.report,
                 judge,
+                spools=not order.evaluates,
             )
 
-    async def _new_client(self, order: Begin, recipe: RlhfRecipe, tokenizer: Any) -> InferenceClient:
+    async def _new_client(self, order: Begin, recipe: Generating, tokenizer: Any) -> InferenceClient:
         ends = Ends(frozenset(order.end_tokens), await asyncio.to_thread(self._detokenizer, order, tokenizer))
         client = InferenceClient(
             [],
@@ -176,11 +189,11 @@ class Worker:
         await client.follow(order.serving)
         return client
 
-    def _judge(self, recipe: RlhfRecipe) -> Judge:
+    def _judge(self, recipe: Generating, sampling: Rollout) -> Judge:
         """Verifies samples for the recipe's filters and its workflow."""
-        pool, filters = VerifierPool(recipe.reward), recipe.rollout.filters
+        pool, filters = VerifierPool(recipe.reward), sampling.filters
         self._resources.push_async_callback(asyncio.to_thread, pool.close)
-        return Judge(pool.verify, judged_with(recipe), filters, load_function(filters), recipe.rollout.group_seconds)
+        return Judge(pool.verify, judged_with(recipe), filters, load_function(filters), sampling.group_seconds)
 
     def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
         if tokenizer is None and order.tokenizer:  # avoids the import of transformers
