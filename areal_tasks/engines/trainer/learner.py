@@ -163,8 +163,9 @@ def passes_of_rank(passes: list[Rows], rank: int, world: int) -> list[Rows]:
 def passes_of(plan: Plan, number: int) -> list[Rows]:
     """The samples of each pass over minibatch `number`."""
     rows = torch.nonzero(plan.minibatch == number)[:, 0]
-    micro = plan.micro_batch[rows]
-    return [rows[micro == each] for each in torch.unique(micro).tolist()]
+    micro, order = plan.micro_batch[rows].sort(stable=True)
+    sizes = torch.bincount(micro)
+    return list(torch.split(rows[order], sizes[sizes > 0].tolist()))
 
 
 def rows_of_rank(plan: Plan, rank: int, world: int) -> Rows:
