@@ -5,12 +5,12 @@
 The flow's seconds are those of `control_plane`, whose load this is. What a task run costs Prefect's server, and a
 request an S3 server (SeaweedFS), is measured against real servers, one request after the other, as processor seconds of
 their processes; then multiplied. Requests of the flow are counted in an asynchronous quickstart; those for tables
-follow from the load: the machines that train fetch each file once among them, and pass it on.
+follow from the load: the ranks that train fetch each file once among them.
 
 Added to the critical path, at most: all of the flow's requests and task runs one after the other, though most are made
 while the iteration before trains. Besides, all training machines wait for tables before they train: the last column is
-the rate at which the store has to give them, and each machine to receive them, so that this adds 2 % as well; what
-the ranks say to each other (`control_plane_ranks`) and decode (`rows_of_ranks`) comes on top. Weights are not counted:
+the rate at which the store has to give them so that this adds 2 % as well; what the ranks say to each other
+(`control_plane_ranks`), decode and exchange (`rows_of_ranks`) comes on top. Weights are not counted:
 they go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other work may share
 the cores.
 """

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from live_bytes import LiveBytes
@@ -26,6 +26,7 @@ from areal_tasks.engines.trainer.service import Trainer, make_backend
 from areal_tasks.engines.trainer.settings import read_settings
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.files import commit_weights
+from areal_tasks.store.objects.local import LocalBackend as LocalStore
 from areal_tasks.store.paths import checkpoint_attempt, stage_attempt, weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.manifest import WeightsRef
@@ -109,22 +110,20 @@ def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, A
     return {"sixth": player.train(STEPS), "six": player.publish(label), "step": player.trainer.progress.step}
 
 
-class FarAway:
-    """A store as a machine has it on whose disk the store is not; `fetched` are the names of files."""
+class FarAway(LocalStore):
+    """A store on a disk as a machine has it on whose disk it is not; `fetched` are the names of files."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        assert isinstance(store, LocalStore)
+        super().__init__(store.url, Path(store.root))
         self.fetched: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
 
     def local(self, path: str) -> None:
         """It is elsewhere."""
 
     def fetch_file(self, path: str, target: Path) -> str:
         self.fetched.append(Path(path).name)
-        return self.store.fetch_file(path, target)
+        return super().fetch_file(path, target)
 
 
 def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef) -> Named:
@@ -133,7 +132,7 @@ def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef
     alone = Group(group.rank, group.world, dist.PrefixStore("apart", group.store), local_world=1)
     player = Player(script, f"{name}-apart", script["backends"][name], alone)
     far = FarAway(player.trainer.store)
-    player.trainer.store = cast(Store, far)
+    player.trainer.store = far
     player.load(checkpoint)
     fetched: list[Any] = [None] * group.world
     dist.all_gather_object(fetched, [name for name in far.fetched if name.endswith((".distcp", ".metadata"))])

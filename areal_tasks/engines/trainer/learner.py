@@ -168,15 +168,19 @@ def passes_of(plan: Plan, number: int) -> list[Rows]:
     return list(torch.split(rows[order], sizes[sizes > 0].tolist()))
 
 
-def rows_of_rank(plan: Plan, rank: int, world: int) -> Rows:
-    """The samples that this rank reads, in ascending order: those it trains on, and its part of those left out.
+def rank_of_samples(plan: Plan, world: int) -> Int[Tensor, " B"]:
+    """The rank that reads each sample: the one that trains on it; what is left out is divided evenly.
 
     What is left out is read because its tokens are checked, too.
     """
-    numbers = torch.unique(plan.minibatch[plan.minibatch != LEFT_OUT]).tolist()
-    mine = [rows for number in numbers for rows in passes_of_rank(passes_of(plan, number), rank, world)]
+    found = torch.empty_like(plan.minibatch)
     left_out = torch.nonzero(plan.minibatch == LEFT_OUT)[:, 0]
-    return samples_of([left_out[rank::world], *mine])
+    found[left_out] = torch.arange(len(left_out)) % world
+    for number in torch.bincount(plan.minibatch[plan.minibatch != LEFT_OUT]).nonzero()[:, 0].tolist():
+        passes = passes_of(plan, number)
+        places = torch.arange(len(passes)).repeat_interleave(torch.tensor([len(rows) for rows in passes]))
+        found[torch.cat(passes)] = places % world  # as in `passes_of_rank`
+    return found
 
 
 def samples_of(passes: list[Rows]) -> Rows:
