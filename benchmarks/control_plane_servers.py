@@ -5,14 +5,14 @@
 The flow's seconds are those of `control_plane`, with the same load. The cost of a task run to Prefect's server, and of
 a request to an S3 server (SeaweedFS), is measured at real servers, one request after the other, as CPU seconds of their
 processes; then it is multiplied. Requests of the flow are counted in an asynchronous quickstart; those for tables
-follow from the load: each file is fetched once by one of the training machines, which passes it on.
+follow from the load: each file is fetched once, by one of the ranks that train.
 
 The upper bound of what this adds to the critical path: all of the flow's requests and task runs in sequence, though
 most are made while the previous iteration trains. All training machines also wait for tables before they train: the
 last column is the rate at which the store must send them, and each machine receive them, so that this adds 2 %, too.
-The exchange among ranks (`control_plane_ranks`) and decoding (`rows_of_ranks`) are not included, nor are weights: they
-go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other work may share the
-cores.
+The commands among ranks (`control_plane_ranks`), decoding and the exchange of rows (`rows_of_ranks`) are not included,
+nor are weights: they go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other
+work may share the cores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Memory and time that one of several ranks needs to read the iteration that it trains on, or that it scores.
+"""Memory and processor time that the ranks of a trainer need to read the iteration that they train on, or score.
 
     python -m benchmarks.rows_of_ranks [--samples 8192] [--ranks 1 8 64]
 
-Baseline: a rank that fetches, verifies and reads all rows. Each measurement has its own process; the ranks' files are
-on this disk and verified, which the first rank of a machine does once. Memory: the peak resident size minus the size
-before.
+Each rank is a process, on a disk that holds the store; they exchange rows over gloo. Baseline: a rank that verifies and
+reads all rows. CPU s: of a rank, the mean and the most. MB: the peak resident size minus the size before, the most of
+any rank; a rank that decodes a file needs more than others.
 """
 
 from __future__ import annotations
@@ -15,33 +15,46 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
+from typing import Final
+
+import torch
+import torch.distributed as dist
 
 from areal_tasks.engines.trainer.commands import Train
+from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.ranks import serve_store, use_interface
 from areal_tasks.engines.trainer.reading import passes_and_batch, plan_and_batch
 from areal_tasks.engines.trainer.rows import TEXT, grpo_batch, read_of, read_sequences
 from areal_tasks.engines.trainer.settings import Settings
+from areal_tasks.engines.trainer.tables import FetchedTables
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.shards import read_table, write_table
+from areal_tasks.store.shards import MAX_ROWS, read_table, write_table
 from benchmarks.bare_loop import machine
 from benchmarks.scale_rows import iteration_tables
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 
-TABLES = ("rollout", "advantage")
+#: Of each table, the rows of a file. A rollout of 262,144 samples has 80 (`control_plane`).
+TABLES: Final = {"rollout": 3277, "advantage": MAX_ROWS}
 SETTINGS = Settings(
     kind="grpo", seed=0, trainer=Trainer(micro_batch_tokens=16_384), model=Model(path="none"), temperature=1.0,
     minibatches=4, iterations=1, mean="token_mean",
 )  # fmt: skip
+Used = tuple[float, float]  # CPU s, MB
 
 
-def written(store: Store, samples: int) -> Train:
-    """The command to train on an iteration of so many samples."""
+def written(url: str, samples: int) -> Train:
+    """The command to train on an iteration of so many samples, in the store at `url`."""
+    store = open_store(url)
     made = iteration_tables(0, samples, with_tokens=True)
-    tables = {name: write_table(store, "made", name, made[name][name]) for name in TABLES}
+    tables = {
+        name: write_table(store, f"{samples}", name, made[name][name], max_rows=rows) for name, rows in TABLES.items()
+    }
     return Train(owner=1, version=0, digest="", kind="grpo", iteration=0, tables=tables)
 
 
-def all_rows(store: Store, command: Train, scores: bool) -> None:
+def all_rows(store: Store, command: Train, scores: bool, _group: Group) -> None:
     """Read the rows of all ranks: the baseline."""
     if scores:
         read_sequences(read_table(store, command.tables["rollout"], TEXT))
@@ -50,26 +63,35 @@ def all_rows(store: Store, command: Train, scores: bool) -> None:
     grpo_batch(tables, command.version)
 
 
-def own_rows(store: Store, command: Train, scores: bool, world: int) -> None:
-    """Read as rank 0 of `world`."""
-    local = {name: [store.local(shard.path) for shard in ref.shards] for name, ref in command.tables.items()}
-    files = {name: [file for file in of if file] for name, of in local.items()}
+def own_rows(store: Store, command: Train, scores: bool, group: Group) -> None:
+    """Read as one of the ranks of `group`."""
+    fetched = FetchedTables(group, Path("unused"))
     if scores:
-        passes_and_batch(files, SETTINGS, 0, world)
+        passes_and_batch(fetched.fetch(store, {"rollout": command.tables["rollout"]}, keeps=True), SETTINGS)
     else:
-        plan_and_batch(command, SETTINGS, files, 0, world)
+        plan_and_batch(command, SETTINGS, fetched.fetch(store, command.tables, keeps=False))
 
 
-def measured(work: Callable[..., None], *arguments: object) -> tuple[float, float]:
-    """Seconds, and the peak MB above the size before, in a new process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, (work, *arguments))
+def measured(work: Callable[..., None], world: int, *arguments: object) -> list[Used]:
+    """What each of `world` ranks, processes forked from this one, needs for `work`."""
+    served = serve_store("127.0.0.1", 0, world)
+    with multiprocessing.get_context("fork").Pool(world) as pool:
+        ranks = [pool.apply_async(_measure, (rank, world, served.port, work, *arguments)) for rank in range(world)]
+        return [rank.get() for rank in ranks]
 
 
-def _measure(work: Callable[..., None], url: str, *arguments: object) -> tuple[float, float]:
-    store, before, begun = open_store(url), _highest(), time.perf_counter()
-    work(store, *arguments)
-    return time.perf_counter() - begun, _highest() - before
+def _measure(rank: int, world: int, port: int, work: Callable[..., None], url: str, *arguments: object) -> Used:
+    torch.set_num_threads(1)
+    use_interface()
+    shared = dist.TCPStore("127.0.0.1", port, world, False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
+    dist.barrier()  # all are connected
+    group = Group(rank, world, dist.PrefixStore("group", shared))
+    store, before, begun = open_store(url), _highest(), time.process_time()
+    work(store, *arguments, group)
+    used = time.process_time() - begun, _highest() - before
+    group.together(lambda: None)  # none closes its connections before
+    return used
 
 
 def _highest() -> float:
@@ -85,15 +107,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         url = Path(folder).as_uri()
-        command = written(open_store(url), options.samples)
+        all_rows(open_store(url), written(url, 64), False, Group())  # the ranks inherit what a first reading loads
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # whose memory the ranks do not inherit
+            command = pool.apply(written, (url, options.samples))
         print(machine(), f"{options.samples:,} samples")
-        print("| reads | s | MB | of all rows' |\n| --- | --- | --- | --- |")
+        print("| reads | CPU s, mean | most | MB |\n| --- | --- | --- | --- |")
         for scores, what in ((False, "to train"), (True, "to score")):
-            seconds, base = measured(all_rows, url, command, scores)
-            print(f"| {what}, all rows | {seconds:.2f} | {base:,.0f} | 100% |", flush=True)
+            _print(f"{what}, all rows", measured(all_rows, 1, url, command, scores))
             for world in options.ranks:
-                seconds, most = measured(own_rows, url, command, scores, world)
-                print(f"| {what}, rank of {world} | {seconds:.2f} | {most:,.0f} | {most / base:.0%} |", flush=True)
+                _print(f"{what}, rank of {world}", measured(own_rows, world, url, command, scores))
+
+
+def _print(what: str, used: Sequence[Used]) -> None:
+    seconds, most = zip(*used, strict=True)
+    print(f"| {what} | {mean(seconds):.2f} | {max(seconds):.2f} | {max(most):,.0f} |", flush=True)
 
 
 if __name__ == "__main__":

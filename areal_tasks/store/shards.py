@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,30 +59,21 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
     return pa.concat_tables([table.cast(wanted) for table in tables])
 
 
-def read_files(name: str, files: Sequence[Path], columns: Sequence[str], ids: pa.Array | None = None) -> pa.Table:
-    """`columns` of the table `name` in verified `files` on this disk; only rows with these `sample_id`s, if given.
-
-    One row group at a time, so that memory holds little besides the result. Each page's checksum is verified again.
+def read_file(name: str, path: Path, columns: Sequence[str]) -> pa.Table:
+    """`columns` of a verified file of the table `name` on this disk. Each page's checksum is verified again.
 
     Raises:
-        UserError: a file has been damaged since it was verified.
+        UserError: the file has been damaged since it was verified.
     """
     schema = TABLES[name]
-    wanted = pa.schema([schema.field(column) for column in columns])
-    parts = [part.cast(wanted) for file in files for part in _row_groups(file, columns, ids)]
-    return pa.concat_tables([wanted.empty_table(), *parts])
-
-
-def _row_groups(path: Path, columns: Sequence[str], ids: pa.Array | None) -> Iterator[pa.Table]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for number in range(file.num_row_groups):
-                part = _with_later(file, columns, partial(file.read_row_group, number))
-                yield part if ids is None else part.filter(pc.is_in(part["sample_id"], value_set=ids))
+            table = _with_later(file, columns, file.read)
     except (OSError, pa.ArrowInvalid) as error:
         raise StoreError(
             f"{path} has been damaged since it was read: {error}. Restart the run, which reads it again."
         ) from error
+    return table.cast(pa.schema([schema.field(column) for column in columns]))
 
 
 def _file(name: str, index: int) -> str:

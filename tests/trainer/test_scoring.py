@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED
 from areal_tasks.engines.trainer.scoring import MOST_OF_SAMPLE, read_part, scored_table
+from areal_tasks.engines.trainer.tables import FetchedTables, SharedTables
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import write_table
 from areal_tasks.workflows import Prompt, Sample, samples_to_table
@@ -23,17 +25,17 @@ Turns = list[list[tuple[int, int]]]
 turns = st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), min_size=1, max_size=3), max_size=12)
 
 
-FilesOf = Callable[[pa.Table], list[Path]]
+TablesOf = Callable[[pa.Table], SharedTables]
 
 
 @pytest.fixture(scope="module")
-def files_of(tmp_path_factory: pytest.TempPathFactory) -> FilesOf:
-    """Writes a table to files."""
+def tables_of(tmp_path_factory: pytest.TempPathFactory) -> TablesOf:
+    """Writes a rollout, as the only rank reads it."""
     store, numbers = open_store(tmp_path_factory.mktemp("tables").as_uri()), itertools.count()
+    fetched = FetchedTables(Group(), Path("unused"))
 
-    def write(table: pa.Table) -> list[Path]:
-        shards = write_table(store, f"run/{next(numbers)}", "rollout", table).shards
-        return [path for shard in shards if (path := store.local(shard.path)) is not None]
+    def write(table: pa.Table) -> SharedTables:
+        return fetched.fetch(store, {"rollout": write_table(store, f"run/{next(numbers)}", "rollout", table)}, False)
 
     return write
 
@@ -51,9 +53,9 @@ def sample_of(number: int, turns: list[tuple[int, int]]) -> Sample:
 
 @given(turns, st.integers(2, 400))
 @settings(max_examples=60, deadline=None)
-def test_it_is_the_beginnings_of_the_first_samples(files_of: FilesOf, samples: Turns, most: int) -> None:
+def test_it_is_the_beginnings_of_the_first_samples(tables_of: TablesOf, samples: Turns, most: int) -> None:
     table = rollout(samples)
-    part = read_part(files_of(table), most)
+    part = read_part(tables_of(table), most)
     rows = {row["sample_id"]: row for row in table.to_pylist()}
     scored = 0
     for name, ids, first in zip(part.sample_ids, part.input_ids, part.scored_from, strict=True):
@@ -75,8 +77,8 @@ def test_it_is_the_beginnings_of_the_first_samples(files_of: FilesOf, samples: T
 
 @given(turns)
 @settings(max_examples=30, deadline=None)
-def test_its_counted_tokens_are_those_that_are_scored(files_of: FilesOf, samples: Turns) -> None:
-    part = read_part(files_of(rollout(samples)), 400)
+def test_its_counted_tokens_are_those_that_are_scored(tables_of: TablesOf, samples: Turns) -> None:
+    part = read_part(tables_of(rollout(samples)), 400)
     counted = part.sequences(torch.arange(len(part.sample_ids))).counted
     flat = torch.where(counted, torch.arange(len(counted), dtype=torch.float32), -1.0)
     rows = scored_table(part, 7, flat).to_pylist()

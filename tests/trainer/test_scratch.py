@@ -49,7 +49,7 @@ def world(s3_store: Store, tiny: Path) -> World:
 
 
 def _tables(scratch: Path) -> list[Path]:
-    return sorted(scratch.glob("areal-trainer-*/tables/*"))
+    return sorted(scratch.glob("areal-trainer-*/tables/*/*"))
 
 
 @pytest.fixture

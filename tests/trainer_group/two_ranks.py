@@ -160,22 +160,20 @@ def go_on(player: Player, checkpoint: dict[str, Any], label: str) -> dict[str, A
     return {"sixth": player.train(STEPS), "six": player.publish(label), "step": player.trainer.progress.step}
 
 
-class FarAway:
-    """A store as a machine has it on whose disk the store is not; `fetched` are the names of files."""
+class FarAway(LocalStore):
+    """A store on a disk as a machine has it on whose disk it is not; `fetched` are the names of files."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        assert isinstance(store, LocalStore)
+        super().__init__(store.url, Path(store.root))
         self.fetched: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
 
     def local(self, path: str) -> None:
         """It is elsewhere."""
 
     def fetch_file(self, path: str, target: Path) -> str:
         self.fetched.append(Path(path).name)
-        return self.store.fetch_file(path, target)
+        return super().fetch_file(path, target)
 
 
 def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef) -> Named:
@@ -184,7 +182,7 @@ def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef
     alone = Group(group.rank, group.world, dist.PrefixStore("apart", group.store), local_world=1)
     player = Player(script, f"{name}-apart", script["backends"][name], alone)
     far = FarAway(player.trainer.store)
-    player.trainer.store = cast(Store, far)
+    player.trainer.store = far
     player.load(checkpoint)
     fetched: list[Any] = [None] * group.world
     dist.all_gather_object(fetched, [name for name in far.fetched if name.endswith((".distcp", ".metadata"))])

@@ -163,19 +163,24 @@ def passes_of_rank(passes: list[Rows], rank: int, world: int) -> list[Rows]:
 def passes_of(plan: Plan, number: int) -> list[Rows]:
     """The samples of each pass over minibatch `number`."""
     rows = torch.nonzero(plan.minibatch == number)[:, 0]
-    micro = plan.micro_batch[rows]
-    return [rows[micro == each] for each in torch.unique(micro).tolist()]
+    micro, order = plan.micro_batch[rows].sort(stable=True)
+    sizes = torch.bincount(micro)
+    return list(torch.split(rows[order], sizes[sizes > 0].tolist()))
 
 
-def rows_of_rank(plan: Plan, rank: int, world: int) -> Rows:
-    """The samples that this rank reads, in ascending order: those it trains on, and its part of those left out.
+def rank_of_samples(plan: Plan, world: int) -> Int[Tensor, " B"]:
+    """The rank that reads each sample: the one that trains on it; what is left out is divided evenly.
 
     Samples that are left out are read, too, because their tokens are checked.
     """
-    numbers = torch.unique(plan.minibatch[plan.minibatch != LEFT_OUT]).tolist()
-    mine = [rows for number in numbers for rows in passes_of_rank(passes_of(plan, number), rank, world)]
+    found = torch.empty_like(plan.minibatch)
     left_out = torch.nonzero(plan.minibatch == LEFT_OUT)[:, 0]
-    return samples_of([left_out[rank::world], *mine])
+    found[left_out] = torch.arange(len(left_out)) % world
+    for number in torch.bincount(plan.minibatch[plan.minibatch != LEFT_OUT]).nonzero()[:, 0].tolist():
+        passes = passes_of(plan, number)
+        places = torch.arange(len(passes)).repeat_interleave(torch.tensor([len(rows) for rows in passes]))
+        found[torch.cat(passes)] = places % world  # as in `passes_of_rank`
+    return found
 
 
 def samples_of(passes: list[Rows]) -> Rows:

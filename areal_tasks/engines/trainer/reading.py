@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import pyarrow as pa
 from jaxtyping import Int
 from torch import Tensor
 
@@ -18,8 +15,8 @@ from areal_tasks.engines.trainer.learner import (
     make_plan,
     passes_of,
     passes_of_rank,
+    rank_of_samples,
     recorded_plan,
-    rows_of_rank,
     samples_of,
 )
 from areal_tasks.engines.trainer.rows import (
@@ -37,37 +34,35 @@ from areal_tasks.engines.trainer.rows import (
     text_batch,
 )
 from areal_tasks.engines.trainer.settings import Settings
-from areal_tasks.store.shards import read_files
-
-#: Of tables, by name: verified files on this disk.
-Files = Mapping[str, Sequence[Path]]
+from areal_tasks.engines.trainer.tables import SharedTables
 
 
-def plan_and_batch(command: Train, settings: Settings, files: Files, rank: int, world: int) -> tuple[Plan, Batch]:
+def plan_and_batch(command: Train, settings: Settings, tables: SharedTables) -> tuple[Plan, Batch]:
     """The plan of all ranks, and the batch with the tokens of the samples of this one.
 
     Raises:
         UserError: tables do not fit each other, or a token is newer than the policy or too old.
     """
-    samples = _samples(command, files)
-    plan = _plan(command, settings, files, samples, world)
-    ids, lag = _ids(samples, rows_of_rank(plan, rank, world)), settings.max_lag
-    tables = {name: read_files(name, files[name], read_of(name, ages=lag is not None), ids) for name in command.tables}
+    samples, lag = _samples(command, tables), settings.max_lag
+    plan = _plan(command, settings, tables, samples)
+    columns = {name: read_of(name, ages=lag is not None) for name in command.tables}
+    mine = tables.read(columns, samples.ids, rank_of_samples(plan, tables.group.world))
     if command.kind == "sft":
-        return plan, sft_batch(tables["batch"], samples)
-    return plan, grpo_batch(tables, command.version, lag, samples)
+        return plan, tables.group.together(lambda: sft_batch(mine["batch"], samples))
+    return plan, tables.group.together(lambda: grpo_batch(mine, command.version, lag, samples))
 
 
-def passes_and_batch(files: Files, settings: Settings, rank: int, world: int) -> tuple[list[Rows], Batch]:
+def passes_and_batch(tables: SharedTables, settings: Settings) -> tuple[list[Rows], Batch]:
     """The passes of all ranks that score a rollout, and the batch with the tokens of the samples of this one.
 
     Raises:
         UserError: the lists of a row differ in length.
     """
-    samples = scored_samples(read_files("rollout", files["rollout"], PLANNING["rollout"]))
-    passes = passes_of(make_plan(samples, replace(settings, minibatches=1), 0, world), 0)
-    ids = _ids(samples, samples_of(passes_of_rank(passes, rank, world)))
-    return passes, text_batch(read_files("rollout", files["rollout"], TEXT, ids), samples)
+    world = tables.group.world
+    samples = scored_samples(tables.read({"rollout": PLANNING["rollout"]})["rollout"])
+    plan = make_plan(samples, replace(settings, minibatches=1), 0, world)
+    mine = tables.read({"rollout": TEXT}, samples.ids, rank_of_samples(plan, world))
+    return passes_of(plan, 0), tables.group.together(lambda: text_batch(mine["rollout"], samples))
 
 
 def places_of_rank(passes: list[Rows], lengths: Int[Tensor, " B"], world: int, rank: int) -> Int[Tensor, " n"]:
@@ -76,18 +71,14 @@ def places_of_rank(passes: list[Rows], lengths: Int[Tensor, " B"], world: int, r
     return spans((lengths.cumsum(0) - lengths)[rows], lengths[rows])
 
 
-def _ids(samples: Samples, rows: Rows) -> pa.Array:
-    return samples.ids.take(pa.array(rows.numpy()))
+def _samples(command: Train, tables: SharedTables) -> Samples:
+    read = tables.read({name: PLANNING[name] for name in command.tables if name in PLANNING})
+    return sft_samples(read["batch"]) if command.kind == "sft" else grpo_samples(read, command.version)
 
 
-def _samples(command: Train, files: Files) -> Samples:
-    planning = [name for name in command.tables if name in PLANNING]
-    tables = {name: read_files(name, files[name], PLANNING[name]) for name in planning}
-    return sft_samples(tables["batch"]) if command.kind == "sft" else grpo_samples(tables, command.version)
-
-
-def _plan(command: Train, settings: Settings, files: Files, samples: Samples, world: int) -> Plan:
+def _plan(command: Train, settings: Settings, tables: SharedTables, samples: Samples) -> Plan:
     """The recorded plan, if the command names one."""
     if command.plan is None:
-        return make_plan(samples, settings, command.iteration, world)
-    return recorded_plan(samples, read_files("train_samples", files["train_samples"], COLUMNS["train_samples"]))
+        return make_plan(samples, settings, command.iteration, tables.group.world)
+    name = "train_samples"
+    return recorded_plan(samples, tables.read({name: COLUMNS[name]})[name])

@@ -8,10 +8,8 @@ hold these weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +26,7 @@ from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.ranks import gather_on_first
 from areal_tasks.engines.trainer.reading import places_of_rank
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
-from areal_tasks.store.shards import read_files
+from areal_tasks.engines.trainer.tables import SharedTables
 from schemas.recipe.training import Trainer
 from schemas.tables import TABLES
 
@@ -60,12 +58,15 @@ class Part:
         return in_whole_batch(make_sequences(tokens, counted, self.lengths[rows]), rows, self.lengths)
 
 
-def read_part(files: Sequence[Path], most: int) -> Part:
-    """The first samples of a rollout with `LEAST_COMPARED` tokens to score, of each up to its token number `most`."""
-    sizes = read_files("rollout", files, ("sample_id", "num_generated"))
+def read_part(tables: SharedTables, most: int) -> Part:
+    """The first samples of a rollout with `LEAST_COMPARED` tokens to score, of each up to its token number `most`.
+
+    Every rank reads all of them, at the same time.
+    """
+    sizes = tables.read({"rollout": ("sample_id", "num_generated")})["rollout"]
     tokens = np.minimum(sizes["num_generated"].to_numpy(), MOST_OF_SAMPLE).cumsum()
     ids = sizes["sample_id"].slice(0, int(np.searchsorted(tokens, LEAST_COMPARED)) + 1).combine_chunks()
-    rows = read_files("rollout", files, TEXT, ids).to_pylist()
+    rows = tables.read({"rollout": TEXT}, ids)["rollout"].to_pylist()
     found = [(row["sample_id"], *span) for row in rows if (span := _span(row, most)) is not None]
     return Part([name for name, _, _ in found], [ids for _, ids, _ in found], [first for _, _, first in found])
 

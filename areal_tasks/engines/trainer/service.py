@@ -169,9 +169,8 @@ class Trainer:
         else:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
-        files = self.tables.files(self.store, {"rollout": command.table}, keeps=True)
-        rank, world = self.backend.rank, self.backend.world
-        passes, batch = self.group.together(lambda: passes_and_batch(files, self.settings, rank, world))
+        tables = self.tables.fetch(self.store, {"rollout": command.table}, keeps=True)
+        passes, batch = passes_and_batch(tables, self.settings)
         with one_core(self.backend.device, self.settings.trainer):
             self.work = Work(len(batch.lengths))
             how = Scoring(command.which, self.settings.temperature, self.settings.trainer.layout)
@@ -273,15 +272,14 @@ class Trainer:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
         plans = {} if command.plan is None else {"train_samples": command.plan}
-        files = self.tables.files(self.store, {**command.tables, **plans}, keeps=False)
-        rank, world = self.backend.rank, self.backend.world
-        plan, batch = self.group.together(lambda: plan_and_batch(command, settings, files, rank, world))
+        tables = self.tables.fetch(self.store, {**command.tables, **plans}, keeps=False)
+        plan, batch = plan_and_batch(command, settings, tables)
         if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
         learner = Learner(self.backend, settings, batch, plan)
         if learner.comparable or command.prefix is None:
             return learner, None
-        return learner, self.group.together(lambda: read_part(files["rollout"], settings.model.max_length - 1))
+        return learner, read_part(tables, settings.model.max_length - 1)
 
     def _learn(self, learner: Learner, part: Part | None, version: int) -> Change:
         self.work = learner.work

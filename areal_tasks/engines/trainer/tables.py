@@ -1,118 +1,166 @@
-"""Tables of a remote store on the disks of the trainer's machines: the store gives each file once, to one of them.
+"""Tables that the ranks of a trainer read together: each fetches and decodes a part, and gives the others their rows.
 
-Every machine needs all files, since a pass holds samples of any part of a table. So each fetches a part of those that
-any machine lacks, and passes it on to the others. What arrives is verified like what is fetched.
+A rank that read its samples by itself would decode nearly all rows: a pass holds samples of any part of a table. So the
+store gives each file once, to one rank, which alone decodes it. Rows travel over gloo, like gradients.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor
 
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.reading import Files
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import fetched_into, has_full_size, local_file
-from areal_tasks.store.objects.local import unusable
+from areal_tasks.store.objects.files import fetched_into, local_file
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.shards import read_file
 from schemas.manifest import ShardRef, TableRef
-
-#: Of a file, passed on at once; a machine holds as many of such pieces as there are machines.
-PIECE_BYTES: Final = 4 << 20
+from schemas.tables import TABLES
 
 
 class FetchedTables:
-    """The files of the tables that the last command named, in `folder`, which the ranks of a machine share.
+    """This rank's part of the files that the last command named: in the store, or in a folder of its own in `folder`.
 
     They stay there for the next command if that last one `keeps` them: training reads the rollout that was scored.
     """
 
-    def __init__(self, group: Group, folder: Path) -> None:
+    def __init__(self, group: Group, folder: Path, links: dist.ProcessGroup | None = None) -> None:
+        """`links`: over which ranks exchange rows; default: torch's default group."""
         self.group = group
         self.folder = folder
+        self.links = links
         self.keeps = False
 
-    def files(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> Files:
-        """The files of these tables on this disk, verified by the first rank of each machine.
+    def fetch(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> SharedTables:
+        """Have each rank fetch and verify every `world`-th file of these tables.
 
         Raises:
             UserError: on every rank; a file is missing, or has another SHA-256 than recorded.
         """
         self.keeps = keeps
-        shards = [shard for ref in refs.values() for shard in ref.shards]
-        if len(self.group.leaders) > 1 and any(store.local(shard.path) is None for shard in shards):
-            self._share(store, shards)
-        self.group.from_first_here(lambda: self._keep_only(store, shards))
-        return {name: [store.local(s.path) or self._at(s) for s in ref.shards] for name, ref in refs.items()}
+        first = sorted(refs, key=lambda name: name != "rollout")  # a kept one is then with the same ranks again
+        shards = [(name, shard) for name in first for shard in refs[name].shards]
+        mine = [shard for _, shard in shards[self.group.rank :: self.group.world]]
+        files = self.group.together(lambda: self._fetch(store, mine))
+        return SharedTables(self.group, self.links, [name for name, _ in shards], files)
 
-    def _keep_only(self, store: Store, shards: Sequence[ShardRef]) -> str:
-        """Have these files here, and leave nothing else in the folder."""
-        for file in set(self.folder.glob("*")) - {self._at(shard) for shard in shards}:
+    def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> list[Path]:
+        """Have these files on this disk, verified, and no others in the folder."""
+        folder = self.folder / str(self.group.rank)
+        files = [store.local(shard.path) or fetched_into(folder, shard) for shard in shards]
+        for file in set(folder.glob("*")) - set(files):
             file.unlink()
-        return self._fetch(store, shards)
-
-    def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> str:
-        """Verify these files, and fetch those that are not here or damaged. Tells the other ranks nothing."""
-        parallel(lambda shard: local_file(store, shard, self.folder), shards)
-        return ""
-
-    def _share(self, store: Store, shards: Sequence[ShardRef]) -> None:
-        """Have each machine fetch a part of the files that any of them lacks, and pass it on to the others."""
-        machines = len(self.group.leaders)
-        lacking = self.group.from_machines(lambda: json.dumps([s.sha256 for s in shards if not self._has(s)]))
-        names = {name for text in lacking for name in json.loads(text)}
-        missing = sorted((s for s in shards if s.sha256 in names), key=lambda s: (-s.bytes, s.sha256))
-        mine = missing[self.group.machine :: machines]
-        self.group.from_machines(lambda: self._fetch(store, mine))
-        group = self._leaders
-        if self.group.leads_its_machine:
-            for start in range(0, len(missing), machines):
-                self._pass_on(missing[start : start + machines], group)
-
-    def _pass_on(self, shards: Sequence[ShardRef], group: Any) -> None:
-        """Pass one of these files, the first of which is the largest, on from each machine to all others, in pieces."""
-        lacked = [shard for shard in shards if not self._has(shard)]
-        own = self._at(shards[self.group.machine]) if self.group.machine < len(shards) else None
-        for start in range(0, shards[0].bytes, PIECE_BYTES):
-            piece = torch.zeros(min(PIECE_BYTES, shards[0].bytes - start), dtype=torch.uint8)
-            if own is not None:
-                _read_piece(own, start, piece)
-            pieces = [torch.empty_like(piece) for _ in self.group.leaders]
-            dist.all_gather(pieces, piece, group=group)
-            for shard, found in zip(shards, pieces, strict=False):
-                if shard in lacked and start < shard.bytes:
-                    self._write(shard, start, found[: shard.bytes - start])
-
-    def _write(self, shard: ShardRef, start: int, piece: torch.Tensor) -> None:
-        """Write the next piece of a file, which begins again if an earlier command has left a part of it."""
-        path = self._at(shard)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)  # a machine that fetches none itself has no folder yet
-            with path.open("ab" if start else "wb") as file:
-                file.write(piece.numpy().data)
-        except OSError as error:
-            raise unusable(str(path), error) from error
-
-    def _at(self, shard: ShardRef) -> Path:
-        return fetched_into(self.folder, shard)
-
-    def _has(self, shard: ShardRef) -> bool:
-        return has_full_size(self._at(shard), shard)
-
-    @cached_property
-    def _leaders(self) -> Any:
-        """The process group of the first rank of each machine; all ranks take part in making it."""
-        return dist.new_group(list(self.group.leaders), backend="gloo")
+        once = dict(zip(files, shards, strict=True))  # two shards of equal content are one file
+        parallel(lambda shard: local_file(store, shard, folder), list(once.values()))
+        return files
 
 
-def _read_piece(path: Path, start: int, into: torch.Tensor) -> None:
-    """The bytes of a file from `start` on, as far as there are any."""
-    with path.open("rb") as file:
-        file.seek(start)
-        file.readinto(into.numpy().data)
+@dataclass(frozen=True)
+class SharedTables:
+    """The tables of a command: file number i is one of table `names[i]`, and with rank i % world."""
+
+    group: Group
+    links: dist.ProcessGroup | None
+    names: Sequence[str]
+    files: Sequence[Path]  # those of this rank
+
+    def read(
+        self,
+        columns: Mapping[str, Sequence[str]],
+        ids: pa.Array | None = None,
+        ranks: Int[Tensor, " B"] | None = None,
+    ) -> dict[str, pa.Table]:
+        """These columns of some tables, as on every other rank at the same time: the rows for this rank, in order.
+
+        Each rank decodes one file at a time, and all then exchange their rows.
+
+        Args:
+            ids: the samples to read; none: all rows.
+            ranks: the rank that gets each of `ids`; none: every rank gets all.
+
+        Raises:
+            UserError: on every rank; a file has been damaged since it was verified.
+        """
+        world = self.group.world
+        found = {name: [_schema(name, wanted).empty_table()] for name, wanted in columns.items()}
+        for first in range(0, len(self.names), world):
+            names = self.names[first : first + world]
+            if columns.keys().isdisjoint(names):
+                continue
+            mine = self.group.together(partial(self._mine, first // world, columns, ids, ranks))
+            for name, part in zip(names, exchanged(mine, self.links), strict=False):
+                if part is not None:
+                    found[name].append(part)
+        return {name: pa.concat_tables(parts) for name, parts in found.items()}
+
+    def _mine(
+        self,
+        number: int,
+        columns: Mapping[str, Sequence[str]],
+        ids: pa.Array | None,
+        ranks: Int[Tensor, " B"] | None,
+    ) -> list[pa.Table | None]:
+        """What each rank gets of this rank's file `number`; nothing if there is none, or it is of another table."""
+        world, place = self.group.world, number * self.group.world + self.group.rank
+        if place >= len(self.names) or self.names[place] not in columns:
+            return [None] * world
+        name = self.names[place]
+        part = read_file(name, self.files[number], columns[name])
+        return divided(part, ids, ranks, world)
+
+
+def divided(part: pa.Table, ids: pa.Array | None, ranks: Int[Tensor, " B"] | None, world: int) -> list[pa.Table | None]:
+    """The rows of `part` for each of `world` ranks, in their order; arguments as for `SharedTables.read`."""
+    if ids is None:
+        return [part] * world
+    rows = pc.index_in(part["sample_id"], value_set=ids).combine_chunks()
+    part, rows = part.filter(rows.is_valid()), rows.drop_null()
+    if ranks is None or world == 1:
+        return [part] * world
+    of = ranks[torch.tensor(rows.to_numpy())]
+    sizes = torch.bincount(of, minlength=world)
+    sorted_by_rank = part.combine_chunks().take(pa.array(of.argsort(stable=True).numpy()))
+    starts = sizes.cumsum(0) - sizes
+    return [sorted_by_rank.slice(*each) for each in zip(starts.tolist(), sizes.tolist(), strict=True)]
+
+
+def exchanged(parts: Sequence[pa.Table | None], links: dist.ProcessGroup | None) -> list[pa.Table | None]:
+    """Give each rank its own of `parts`; returns what each has given this one."""
+    if len(parts) == 1:
+        return list(parts)
+    buffers = {key: _encoded(part) for key, part in {id(part): part for part in parts}.items()}
+    received = _exchanged([buffers[id(part)] for part in parts], links)
+    return [pa.ipc.open_stream(message).read_all() if len(message) else None for message in received]
+
+
+def _exchanged(messages: Sequence[pa.Buffer], links: dist.ProcessGroup | None) -> list[pa.Buffer]:
+    """As `exchanged`, for messages: first their sizes."""
+    sizes = torch.tensor([len(message) for message in messages])
+    theirs = torch.empty_like(sizes)
+    dist.all_to_all_single(theirs, sizes, group=links)
+    mine = torch.from_numpy(np.concatenate([np.frombuffer(message, np.uint8) for message in messages]))
+    received = torch.empty(int(theirs.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, mine, theirs.tolist(), sizes.tolist(), group=links)
+    return [pa.py_buffer(part.numpy()) for part in torch.split(received, theirs.tolist())]
+
+
+def _encoded(part: pa.Table | None) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    if part is not None:
+        with pa.ipc.new_stream(sink, part.schema) as stream:
+            stream.write_table(part)
+    return sink.getvalue()
+
+
+def _schema(name: str, columns: Sequence[str]) -> pa.Schema:
+    return pa.schema([TABLES[name].field(column) for column in columns])
