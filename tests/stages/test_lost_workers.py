@@ -33,12 +33,9 @@ def test_at_eta_0_it_makes_no_difference_how_many_workers_there_are(tmp_path: Pa
 )
 def test_user_code_that_ends_or_blocks_its_worker_costs_no_group(tmp_path: Path, how: str, eta: int) -> None:
     workflow = {"name": "working:Misbehaving", "arguments": {"how": how, "group": 9, "folder": str(tmp_path)}}
-    limits: dict[str, Any] = {  # what a busy machine delays is begun again; an evaluation is not
+    limits: dict[str, Any] = {  # what a busy machine delays is begun again
         "stop": {"launcher": {"type": "local", "hang_seconds": 8.0, "restarts": 1000}},
-        "block": {
-            "workflow": {**workflow, "blocked_seconds": 2.0},
-            "evaluation": NO_EVALUATION,
-        },
+        "block": {"workflow": {**workflow, "blocked_seconds": 2.0}},
     }
     rollout = {"max_head_offpolicyness": eta, "workers": 2, "group_attempts": 2 if how == "leave" else 1000}
     base = {"workflow": workflow, "launcher": {"type": "local"}, "rollout": rollout}
@@ -68,7 +65,7 @@ def test_a_worker_that_needs_too_much_memory_is_replaced_and_no_group_begins_twi
     recipe = ahead(
         workflow={"name": "working:Leaking", "arguments": {"megabytes": 100, "folder": str(tmp_path)}},
         rollout={"max_head_offpolicyness": 2, "worker_memory_mb": 900, "flush_seconds": 3600.0},
-        evaluation=NO_EVALUATION,  # it would run the workflow in the flow's process
+        evaluation=NO_EVALUATION,  # its workflow would leak too, and write the same files
         launcher={"type": "local", "restarts": 0},
     )
     run = drive(tmp_path, "run", recipe)
