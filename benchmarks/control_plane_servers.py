@@ -9,7 +9,7 @@ follow from the load: each file is fetched once, by one of the ranks that train.
 
 The upper bound of what this adds to the critical path: all of the flow's requests and task runs in sequence, though
 most are made while the previous iteration trains. All training machines also wait for tables before they train: the
-last column is the rate at which the store must send them, and each machine receive them, so that this adds 2 %, too.
+last column is the rate at which the store must send them, to all machines together, so that this adds 2 %, too.
 The commands among ranks (`control_plane_ranks`), decoding and the exchange of rows (`rows_of_ranks`) are not included,
 nor are weights: they go from GPU to GPU, or see `simulate_scale`. Times by the clock are the lowest tenth, since other
 work may share the cores.
