@@ -21,7 +21,7 @@ from torch import Tensor
 
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import fetched_into, local_file
+from areal_tasks.store.objects.files import have_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_file
 from schemas.manifest import ShardRef, TableRef
@@ -57,11 +57,11 @@ class FetchedTables:
     def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> list[Path]:
         """Have these files on this disk, verified, and no others in the folder."""
         folder = self.folder / str(self.group.rank)
-        files = [store.local(shard.path) or fetched_into(folder, shard) for shard in shards]
+        files = [store.local(shard.path) or folder / f"{shard.sha256}.parquet" for shard in shards]
         for file in set(folder.glob("*")) - set(files):
             file.unlink()
         once = dict(zip(files, shards, strict=True))  # two shards of equal content are one file
-        parallel(lambda shard: local_file(store, shard, folder), list(once.values()))
+        parallel(lambda file: have_file(store, once[file], file), list(once))
         return files
 
 
