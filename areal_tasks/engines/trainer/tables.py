@@ -23,9 +23,8 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.files import have_file
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.shards import read_file
+from areal_tasks.store.shards import read_file, schema_of
 from schemas.manifest import ShardRef, TableRef
-from schemas.tables import TABLES
 
 
 class FetchedTables:
@@ -92,7 +91,7 @@ class SharedTables:
             UserError: on every rank; a file has been damaged since it was verified.
         """
         world = self.group.world
-        found = {name: [_schema(name, wanted).empty_table()] for name, wanted in columns.items()}
+        found = {name: [schema_of(name, wanted).empty_table()] for name, wanted in columns.items()}
         for first in range(0, len(self.names), world):
             names = self.names[first : first + world]
             if columns.keys().isdisjoint(names):
@@ -160,7 +159,3 @@ def _encoded(part: pa.Table | None) -> pa.Buffer:
         with pa.ipc.new_stream(sink, part.schema) as stream:
             stream.write_table(part)
     return sink.getvalue()
-
-
-def _schema(name: str, columns: Sequence[str]) -> pa.Schema:
-    return pa.schema([TABLES[name].field(column) for column in columns])
