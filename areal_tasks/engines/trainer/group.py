@@ -140,11 +140,14 @@ class Group:
         """Run `work` on every rank; returns this rank's result once all have one, or raises the first UserError."""
         if self.store is None:
             return work()
-        made: list[T] = []
-        self._share(_attempt(lambda: _kept(made, work())))
+        try:
+            result, found = work(), {"text": ""}
+        except UserError as error:
+            found = {"error": str(error)}
+        self._share(found)
         for posted in self._gathered([*map(self._shared_by, range(self.world))], self._shared_by("all")):
             _text(posted)
-        return made[0]
+        return result
 
     def _share(self, found: dict[str, str] | None) -> None:
         """Post what this rank has found, if anything, for the others; all ranks begin with this."""
@@ -232,11 +235,6 @@ class Group:
         for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return found
-
-
-def _kept(made: list[T], result: T) -> str:
-    made.append(result)
-    return ""
 
 
 def _text(posted: str) -> str:
