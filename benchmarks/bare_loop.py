@@ -59,10 +59,8 @@ class Batch:
     logprobs: torch.Tensor  # [B, C]
 
 
-def bare_run(sft: SftRecipe, rlhf: RlhfRecipe, threads: int = 0) -> Bare:
+def bare_run(sft: SftRecipe, rlhf: RlhfRecipe) -> Bare:
     """SFT by the recipe `sft`, then GRPO by `rlhf`, in this process. Times exclude evaluation and imports."""
-    if threads:
-        torch.set_num_threads(threads)
     spec = cast(ScratchModel, sft.model.scratch)
     tokenizer = character_tokenizer(spec.alphabet, sft.model.max_length)
     model = scratch_model(spec, len(tokenizer), sft.seed, sft.model.max_length)

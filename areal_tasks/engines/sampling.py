@@ -185,9 +185,10 @@ class Sampler:
         if name in self.engines.actor.names:
             return trainer_state(flow)
         url = service.url if service else name
-        if name in (evaluators := self.engines.servers.evaluators).names:
-            return worker_state(replace(flow, backlog=evaluators.backlog()), url)
-        return (worker_state if name in self.engines.servers.workers.names else server_state)(flow, url)
+        for workers in self.engines.servers.all_workers:
+            if name in workers.names:
+                return worker_state(replace(flow, backlog=workers.backlog()), url)
+        return server_state(flow, url)
 
     def sample(self) -> list[Row]:
         """A row per service, for the time since the last sample."""

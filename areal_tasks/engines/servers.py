@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -81,13 +81,14 @@ class Servers:
         self._loop = LoopThread()
         self._holder = Holder(self._loop.run, self.call, lambda pool, key: self.call(pool.hold(key), generates=pool))
         of_run = recipe, generates, supervisor, watchdog, self._loop
-        self.workers, self.evaluators = Workers(worker_names, *of_run), Workers(evaluator_names, *of_run)
+        self.all_workers = [Workers(names, *of_run) for names in (worker_names, evaluator_names)]
+        self.workers, self.evaluators = self.all_workers
         self._proof = Proof(self.call, is_proven(recipe))
         self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> server starts that a write failed for
 
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""
-        for workers in (self.workers, self.evaluators):
+        for workers in self.all_workers:
             workers.serve(None)
         for client in self._clients():
             self._loop.run(client.close())
@@ -213,9 +214,7 @@ class Servers:
                 trainer has them, and no thread sends them. Servers were restarted on others, or a transfer has failed.
         """
         waits_for = "generation" if generates else "a command to the servers"
-        # the workers' heartbeats come first: they report the workers' requests per server
-        beats = lambda: self.workers.heartbeats() | self.evaluators.heartbeats() | self._heartbeats()  # noqa: E731
-        with self.watchdog.waiting(waits_for, beats):
+        with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
             return self._loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
     def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
@@ -227,8 +226,8 @@ class Servers:
             return  # another thread uses the servers, and supervises them
         try:
             self._supervise()
-            self.workers.supervise()
-            self.evaluators.supervise()
+            for workers in self.all_workers:
+                workers.supervise()
             if generates is not None and (self._ready or self.external) and generates.stuck:
                 raise ServerDown("the servers hold older weights and have to be given the current ones")
         finally:
@@ -268,6 +267,10 @@ class Servers:
             self._unwritable = {name_of(ref): tried_for | ended}
         return self.written
 
+    def _workers_heartbeats(self) -> dict[str, Heartbeat]:
+        """A heartbeat of each worker. They also report the workers' requests per server, for `_heartbeats`."""
+        return {name: found for workers in self.all_workers for name, found in workers.heartbeats().items()}
+
     def _heartbeats(self, everyone: bool = False) -> dict[str, Heartbeat]:
         """A heartbeat of each server that has work in progress, by its name; of external servers by their address."""
         limit = "inference.request_timeout_seconds for each request" if self.external else ""
@@ -283,8 +286,7 @@ class Servers:
 
     def queues(self) -> dict[str, tuple[int, int | None]]:
         """As `ServerPool.queues`, by the workers' last heartbeats. For any thread; TimeoutError after a while."""
-        for workers in (self.workers, self.evaluators):
-            workers.heartbeats()
+        self._workers_heartbeats()
         found: dict[str, tuple[int, int | None]] = {}
         for client in self._clients():
             found |= self._loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)
@@ -344,14 +346,18 @@ class Servers:
         Raises:
             ServerDown: all servers failed.
         """
-        started, version = time.monotonic(), ref.version
+        started, version, paused = time.monotonic(), ref.version, client.paused
         self.weights.fetched.release_older()
-        with self._interrupted(client):
+        try:
+            self.call(client.interrupt())
             urls = self.call(client.wait_healthy())
             with self.watchdog.waiting("weights from the trainer", lambda: self._heartbeats(everyone=True)):
                 failures = trainer.run(self._send_command(version, urls, client.held()), Sent).gone
             self.call(client.evict(failures))
             confirmed = self.call(client.adopt(version, name_of(ref), set(urls) - failures.keys()))
+        finally:  # waiting and paused requests continue
+            if not paused:
+                self.call(client.resume())
         self.supervisor.end(failures, "did not take new weights", grace_seconds=0.0)
         if not confirmed:
             raise ServerDown(f"no inference server took version {version}: {'; '.join(failures.values())}")
@@ -371,17 +377,6 @@ class Servers:
             authority=self.supervisor.access.authority,
             keep_cache=interruption(self.recipe) == "in_place",
         )
-
-    @contextmanager
-    def _interrupted(self, client: InferenceClient) -> Iterator[None]:
-        """Inside, no server generates; waiting and paused requests continue afterwards, with the new weights."""
-        paused = client.paused
-        try:
-            self.call(client.interrupt())
-            yield
-        finally:
-            if not paused:
-                self.call(client.resume())
 
     def make_room(self) -> None:
         """Wait until the servers on the trainer's GPUs have started: call this before the trainer allocates memory.

@@ -96,7 +96,7 @@ class Engines:
         if placement != self.servers.placement:
             self._log_placement(placement)
         self.servers.adapt(recipe, placement, self._join_servers)
-        for workers in (self.servers.workers, self.servers.evaluators):
+        for workers in self.servers.all_workers:
             workers.adapt(recipe, self._join_worker)
         if resizes:
             log.info("the trainer is started again as %d ranks", recipe.trainer.ranks)  # type: ignore[union-attr]
@@ -149,7 +149,7 @@ class Engines:
         while not self._closed.wait(SUPERVISE_SECONDS):
             with suppress(Exception):
                 self.supervisor.poll([name for name in self.actor.names if name in self.supervisor.services])
-            for workers in (self.servers.workers, self.servers.evaluators):
+            for workers in self.servers.all_workers:
                 with suppress(Exception):
                     workers.supervise()
 

@@ -40,9 +40,8 @@ class NotStarted:
 class Starting:
     """The handle of a service that is started in the background: a cluster may take long to accept it."""
 
-    def __init__(self, start: Callable[[], Handle], name: str, patience: float = LONGEST_START) -> None:
+    def __init__(self, start: Callable[[], Handle], name: str) -> None:
         self.name = name
-        self.patience = patience
         self._begun = in_background(start, f"start-{name}")
         self._abandoned = False  # it was to be stopped, and its start did not return
 
@@ -61,12 +60,12 @@ class Starting:
         """None: no machine runs it yet."""
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Stop it once it has started; after `patience`, do so in the background when its start returns."""
-        wait([self._begun], self.patience)
+        """Stop it once it has started; after LONGEST_START, do so in the background when its start returns."""
+        wait([self._begun], LONGEST_START)
         if self._begun.done():
             self._begun.result().stop(grace_seconds)
             return
-        log.error("service %s: its start has not returned for %g s; no longer waiting for it", self.name, self.patience)
+        log.error("service %s: its start has not returned for %g s; no longer waiting for it", self.name, LONGEST_START)
         self._abandoned = True
         self._begun.add_done_callback(_stop)
 

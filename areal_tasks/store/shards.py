@@ -52,10 +52,8 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
     Raises:
         UserError: a shard is missing or damaged; the message names the file.
     """
-    schema = TABLES[ref.name]
-    names = list(columns) if columns is not None else schema.names
-    tables = parallel(lambda shard: read_shard(store, shard, names), ref.shards)
-    wanted = pa.schema([schema.field(name) for name in names])
+    wanted = schema_of(ref.name, TABLES[ref.name].names if columns is None else columns)
+    tables = parallel(lambda shard: read_shard(store, shard, wanted.names), ref.shards)
     return pa.concat_tables([table.cast(wanted) for table in tables])
 
 
@@ -65,15 +63,19 @@ def read_file(name: str, path: Path, columns: Sequence[str]) -> pa.Table:
     Raises:
         UserError: the file has been damaged since it was verified.
     """
-    schema = TABLES[name]
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            table = _with_later(file, columns, file.read)
+            table = _with_later(file, columns)
     except (OSError, pa.ArrowInvalid) as error:
         raise StoreError(
             f"{path} has been damaged since it was read: {error}. Restart the run, which reads it again."
         ) from error
-    return table.cast(pa.schema([schema.field(column) for column in columns]))
+    return table.cast(schema_of(name, columns))
+
+
+def schema_of(name: str, columns: Sequence[str]) -> pa.Schema:
+    """The schema of these columns of a table."""
+    return pa.schema([TABLES[name].field(column) for column in columns])
 
 
 def _file(name: str, index: int) -> str:
@@ -181,14 +183,14 @@ def read_shard(store: Store, shard: ShardRef, columns: Sequence[str] | None = No
     """The rows of one shard, verified; those of `columns` that it has (None: all)."""
     file = pq.ParquetFile(pa.BufferReader(verified(store, shard.path, shard.sha256)))
     names = file.schema_arrow.names if columns is None else list(columns)
-    return _with_later(file, names, file.read)
+    return _with_later(file, names)
 
 
-def _with_later(file: pq.ParquetFile, names: Sequence[str], read: Callable[..., pa.Table]) -> pa.Table:
+def _with_later(file: pq.ParquetFile, names: Sequence[str]) -> pa.Table:
     """The columns `names` as far as the file has them, and those of LATER that it lacks."""
     lacking = [name for name in names if name in LATER and name not in file.schema_arrow.names]
     sources = {name: LATER[name] for name in lacking}
-    table = read(columns=[*names, *filter(None, sources.values())], use_threads=False)
+    table = file.read(columns=[*names, *filter(None, sources.values())], use_threads=False)
     for name, source in sources.items():
         table = table.append_column(name, all_false(table[source]) if source else pa.nulls(table.num_rows))
     return table.select([name for name in names if name in table.column_names])

@@ -26,8 +26,6 @@ from areal_tasks.launchers.usage import machine
 from areal_tasks.store.runs import open_run
 from schemas.views import SYSTEM
 
-IDLE = State()
-
 
 def works(what: str) -> State:
     return State(doing=what)

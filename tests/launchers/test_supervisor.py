@@ -365,7 +365,7 @@ def test_a_start_that_never_returns_is_not_waited_for_and_ends_what_it_yields_la
     scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     supervisor, launcher = scripted
-    monkeypatch.setattr(starts.Starting.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(starts, "LONGEST_START", 0.1)
     accepted, handles = _queued(launcher, monkeypatch)
     supervisor.join(MODULE, spec(supervisor.store, "three"))
     if leaves == "the service":
@@ -383,7 +383,7 @@ def test_a_start_that_never_returns_is_made_again_once_it_was_to_be_stopped(
     """As that of a service whose group begins again."""
     supervisor, launcher = scripted
     monkeypatch.setattr(starts, "in_background", in_background)
-    monkeypatch.setattr(starts.Starting.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(starts, "LONGEST_START", 0.1)
     accepted, start = threading.Event(), launcher.start
 
     def queued(job: Job) -> Ended:

@@ -135,18 +135,27 @@ def test_what_rank_0_finds_is_found_by_all() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_the_error_of_one_machine_reaches_every_rank(failing: int) -> None:
+def test_the_error_of_one_rank_reaches_every_rank(failing: int) -> None:
     """Also that of rank 0, which collects what the others say."""
     store = HashStore()
     groups = [Group(rank, 4, store, local_world=2) for rank in range(4)]
 
     def work(group: Group) -> None:
-        text = f"from {group.rank}"
         with pytest.raises(UserError, match="its disk is full"):
-            group.from_machines(_raises(UserError("its disk is full")) if group.rank == failing else lambda: text)
-        with pytest.raises(UserError, match="it cannot read"):
-            group.together(_raises(UserError("it cannot read")) if group.rank == failing + 1 else lambda: text)
-        assert group.from_machines(lambda: text) == ["from 0", "from 2"]
+            group.together(_raises(UserError("its disk is full")) if group.rank == failing else lambda: "")
+        assert group.together(lambda: group.rank) == group.rank
+
+    assert _command(groups, [lambda g=g: work(g) for g in groups]) == [None] * 4
+
+
+def test_ranks_of_one_machine_share_texts_among_themselves() -> None:
+    store = HashStore()
+    groups = [Group(rank, 4, store, local_world=2) for rank in range(4)]
+
+    def work(group: Group) -> None:
+        first = group.rank // 2 * 2
+        assert group.from_first_here(lambda: f"from {group.rank}") == f"from {first}"
+        assert group.from_ranks_here(f"of {group.rank}") == [f"of {first}", f"of {first + 1}"]
 
     assert _command(groups, [lambda g=g: work(g) for g in groups]) == [None] * 4
 
@@ -175,7 +184,7 @@ def test_what_the_store_is_asked_for_grows_like_the_number_of_ranks() -> None:
     def asked(ranks: int) -> int:
         store = Counting()
         groups = [Group(rank, ranks, store, local_world=1) for rank in range(ranks)]
-        _command(groups, [lambda g=g: (g.together(int), g.from_machines(str)) for g in groups])
+        _command(groups, [lambda g=g: g.together(int) for g in groups])
         return store.asked
 
     few, more, many = (asked(ranks) for ranks in (2, 4, 8))

@@ -133,7 +133,8 @@ def _causes() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise _cause(error) from error
+        first = _first(error)
+        raise (first if isinstance(first, Exception) else RuntimeError(_reason(error))) from error
 
 
 def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_there) -> Progress:
@@ -151,7 +152,7 @@ def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_the
     try:
         with _without_warnings():
             reader = _FetchingReader(folder, fetch)
-            dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), no_dist=_is_single_process())
+            dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError, ValueError) as error:
         if isinstance(cause := _first(error), UserError) or ran_out(cause):
             raise cause from error
@@ -200,18 +201,9 @@ class _FetchingReader(dcp.FileSystemReader):  # type: ignore[misc]
         return read
 
 
-def _is_single_process() -> bool:
-    return not dist.is_initialized()
-
-
 def _without_warnings() -> warnings.catch_warnings[None]:
     """DCP warns if there is no process group, as in a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
-
-
-def _cause(error: CheckpointException) -> Exception:
-    first = _first(error)
-    return first if isinstance(first, Exception) else RuntimeError(_reason(error))
 
 
 def _first(error: BaseException) -> BaseException:

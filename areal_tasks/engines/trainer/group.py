@@ -113,70 +113,56 @@ class Group:
             log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
     @property
-    def leaders(self) -> range:
-        """The first rank of each machine."""
-        return range(0, self.world, self.ranks_here)
-
-    @property
-    def machine(self) -> int:
-        """The number of this rank's machine."""
-        return self.rank // self.ranks_here
+    def _first_here(self) -> int:
+        """The first rank of this machine."""
+        return self.rank - self.rank % self.ranks_here
 
     @property
     def leads_its_machine(self) -> bool:
         """Whether this is the first rank of its machine."""
-        return self.rank in self.leaders
+        return self.rank == self._first_here
 
     def from_first_here(self, work: Callable[[], str]) -> str:
         """Run `work` on the first rank of each machine; all ranks there return its text, or raise its UserError."""
         if self.store is None:
             return work()
-        self._share_from_first_here(work)
-        return self._text_of(self.machine)
+        self._share(_attempt(work) if self.leads_its_machine else None)
+        return self._text_of(self._first_here)
 
     def from_ranks_here(self, mine: str) -> list[str]:
         """The texts of all ranks of this machine, in order; `mine` is this rank's."""
         if self.store is None:
             return [mine]
-        self._shared += 1
-        self._post(self._shared_by(f"rank-{self.rank}"), json.dumps({"text": mine}))
-        first = self.rank - self.rank % self.ranks_here
-        return [self._text_of(f"rank-{rank}") for rank in range(first, first + self.ranks_here)]
-
-    def from_machines(self, work: Callable[[], str]) -> list[str]:
-        """Run `work` on the first rank of each machine; every rank returns all texts, or raises the first UserError."""
-        if self.store is None:
-            return [work()]
-        self._share_from_first_here(work)
-        return self._texts_of(range(len(self.leaders)))
+        self._share({"text": mine})
+        return [self._text_of(self._first_here + rank) for rank in range(self.ranks_here)]
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; returns this rank's result once all have one, or raises the first UserError."""
         if self.store is None:
             return work()
-        made: list[T] = []
+        try:
+            result, found = work(), {"text": ""}
+        except UserError as error:
+            found = {"error": str(error)}
+        self._share(found)
+        for posted in self._gathered([*map(self._shared_by, range(self.world))], self._shared_by("all")):
+            _text(posted)
+        return result
+
+    def _share(self, found: dict[str, str] | None) -> None:
+        """Post what this rank has found, if anything, for the others; all ranks begin with this."""
         self._shared += 1
-        self._post(self._shared_by(f"rank-{self.rank}"), json.dumps(_attempt(lambda: _kept(made, work()))))
-        self._texts_of([f"rank-{rank}" for rank in range(self.world)])
-        return made[0]
+        if found is not None:
+            self._post(self._shared_by(self.rank), json.dumps(found))
 
-    def _share_from_first_here(self, work: Callable[[], str]) -> None:
-        self._shared += 1
-        if self.leads_its_machine:
-            self._post(self._shared_by(self.machine), json.dumps(_attempt(work)))
+    def _shared_by(self, rank: int | str) -> str:
+        return f"shared/{self._command}/{self._shared}/{rank}"
 
-    def _shared_by(self, machine: int | str) -> str:
-        return f"shared/{self._command}/{self._shared}/{machine}"
-
-    def _text_of(self, machine: int | str) -> str:
+    def _text_of(self, rank: int) -> str:
         assert self.store is not None
-        key = self._shared_by(machine)
+        key = self._shared_by(rank)
         self.store.wait([key], _FOREVER)
         return _text(self.store.get(key).decode())
-
-    def _texts_of(self, names: Sequence[int | str]) -> list[str]:
-        """On every rank: the texts under all of these names, or the first UserError."""
-        return [_text(found) for found in self._gathered([*map(self._shared_by, names)], self._shared_by("all"))]
 
     def _gathered(self, keys: list[str], into: str, timeout: timedelta = _FOREVER) -> list[str]:
         """On every rank: the values of `keys`, once all are posted. Rank 0 reads them for all and posts them as `into`.
@@ -249,11 +235,6 @@ class Group:
         for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return found
-
-
-def _kept(made: list[T], result: T) -> str:
-    made.append(result)
-    return ""
 
 
 def _text(posted: str) -> str:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import fetched_into, local_file
+from areal_tasks.store.objects.files import have_file
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.shards import read_file
+from areal_tasks.store.shards import read_file, schema_of
 from schemas.manifest import ShardRef, TableRef
-from schemas.tables import TABLES
 
 
 class FetchedTables:
@@ -57,11 +56,11 @@ class FetchedTables:
     def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> list[Path]:
         """Have these files on this disk, verified, and no others in the folder."""
         folder = self.folder / str(self.group.rank)
-        files = [store.local(shard.path) or fetched_into(folder, shard) for shard in shards]
+        files = [store.local(shard.path) or folder / f"{shard.sha256}.parquet" for shard in shards]
         for file in set(folder.glob("*")) - set(files):
             file.unlink()
         once = dict(zip(files, shards, strict=True))  # two shards of equal content are one file
-        parallel(lambda shard: local_file(store, shard, folder), list(once.values()))
+        parallel(lambda file: have_file(store, once[file], file), list(once))
         return files
 
 
@@ -92,7 +91,7 @@ class SharedTables:
             UserError: on every rank; a file has been damaged since it was verified.
         """
         world = self.group.world
-        found = {name: [_schema(name, wanted).empty_table()] for name, wanted in columns.items()}
+        found = {name: [schema_of(name, wanted).empty_table()] for name, wanted in columns.items()}
         for first in range(0, len(self.names), world):
             names = self.names[first : first + world]
             if columns.keys().isdisjoint(names):
@@ -160,7 +159,3 @@ def _encoded(part: pa.Table | None) -> pa.Buffer:
         with pa.ipc.new_stream(sink, part.schema) as stream:
             stream.write_table(part)
     return sink.getvalue()
-
-
-def _schema(name: str, columns: Sequence[str]) -> pa.Schema:
-    return pa.schema([TABLES[name].field(column) for column in columns])

@@ -34,7 +34,6 @@ class CheckpointWriter:
         self.ranks_here = ranks_here  # on this machine
         self.copies = Copies()
         self.prefix = ""  # of the checkpoint that is being written, or was written last
-        self._folder: Path
         self._temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
         self._saving: Saving
         self._written: Future[list[Hashed]] | None = None
@@ -48,12 +47,12 @@ class CheckpointWriter:
         self._end()
         started, room = time.perf_counter(), host_room()  # before any rank of this machine takes of it
         with usable(self.store, prefix):
-            self._saving = plan(self._fresh_folder(prefix))
-        if not self._saving.held:
-            self._hold(self._saving, room)
+            self._saving = saving = plan(self._fresh_folder(prefix))
+        if not saving.held:
+            self._hold(saving, room)
         self.prefix = prefix
-        self._written = in_background(partial(self._write, prefix, self._saving, started), "checkpoint")
-        if self._saving.held:
+        self._written = in_background(partial(self._write, prefix, saving, started), "checkpoint")
+        if saving.held:
             log.info("copied a checkpoint in %.3f s: %s", time.perf_counter() - started, prefix)
         else:
             wait([self._written])
@@ -94,11 +93,10 @@ class CheckpointWriter:
 
     def _fresh_folder(self, prefix: str) -> Path:
         """The store's own folder if that is on this disk; else one of this rank, outside of what `clear` deletes."""
-        if (folder := self.store.local(prefix)) is None:
-            self._temporary = TemporaryDirectory(prefix="areal-checkpoint-")
-            folder = Path(self._temporary.name)
-        self._folder = folder
-        return folder
+        if (folder := self.store.local(prefix)) is not None:
+            return folder
+        self._temporary = TemporaryDirectory(prefix="areal-checkpoint-")
+        return Path(self._temporary.name)
 
     def _clean(self) -> None:
         if self._temporary is not None:
@@ -126,9 +124,10 @@ class CheckpointWriter:
 
     def _put(self, prefix: str, name: str) -> None:
         """Make a file durable, or move it to a store elsewhere."""
-        self.store.put_file(f"{prefix}/{name}", self._folder / name)
+        file = self._saving.folder / name
+        self.store.put_file(f"{prefix}/{name}", file)
         if self._temporary is not None:
-            (self._folder / name).unlink()
+            file.unlink()
 
 
 def _result(written: Future[list[Hashed]]) -> list[Hashed] | None:

@@ -57,41 +57,29 @@ def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: b
     return folder
 
 
-def local_file(store: Store, file: FileRef | ShardRef, into: Path) -> Path:
-    """The verified file on this disk: in the store's own folder if that is here, else in `into`, fetched if need be.
+def have_file(store: Store, file: FileRef | ShardRef, target: Path) -> None:
+    """Have the verified file at `target`: the store's own path if that is on this disk, else it is fetched if need be.
 
     Raises:
         UserError: it is missing, or has another SHA-256 than recorded.
     """
-    own = store.local(file.path)
-    target = own or fetched_into(into, file)
-    _materialise(store, FileRef(path=file.path, sha256=file.sha256, bytes=file.bytes), target, True, own is None)
-    return target
+    _materialise(store, file, target, verify=True, fetch=target != store.local(file.path))
 
 
-def fetched_into(folder: Path, file: FileRef | ShardRef) -> Path:
-    """Where `local_file` fetches a file to."""
-    return folder / f"{file.sha256}.parquet"
-
-
-def _materialise(store: Store, file: FileRef, target: Path, verify: bool, fetch: bool) -> None:
-    if fetch and not (has_full_size(target, file) and (not verify or file_sha256(target) == file.sha256)):
+def _materialise(store: Store, file: FileRef | ShardRef, target: Path, verify: bool, fetch: bool) -> None:
+    there = target.is_file() and target.stat().st_size == file.bytes
+    if not fetch:
+        _check(store, file, target, verify)
+    elif not there or (verify and file_sha256(target) != file.sha256):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         if store.fetch_file(file.path, partial) != file.sha256:  # fetched files are always hashed
             store.fetch_file(file.path, partial)  # it may have been corrupted in transit
             _check(store, file, partial, verify=True)
         partial.replace(target)
-    elif not fetch:
-        _check(store, file, target, verify)
 
 
-def has_full_size(target: Path, file: FileRef | ShardRef) -> bool:
-    """Whether a file of the recorded size is there."""
-    return target.is_file() and target.stat().st_size == file.bytes
-
-
-def _check(store: Store, file: FileRef, target: Path, verify: bool) -> None:
+def _check(store: Store, file: FileRef | ShardRef, target: Path, verify: bool) -> None:
     size = target.stat().st_size if target.is_file() else store.size(file.path)  # `size` raises Missing
     if size != file.bytes:
         raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that its manifest records")
