@@ -195,8 +195,8 @@ def line_of(task: str, built: Built, made: bool, page: UUID | None) -> str:
 def summary_line(result: IterationResult) -> str:
     """`iteration 11 done (12 of 250): reward 0.41, loss -0.01, grad_norm 1.2, logprob_gap_mean 1e-07 · 0.38 s`."""
     manifests = [built.manifest for built in result.built.values()]
-    shown = [(name, m.metrics) for m in manifests for name in METRICS.get(m.stage, ()) if name in m.metrics]
-    metrics = [f"{name} {found[name]:.4g}" for name, found in shown]
+    shown = {name: m.metrics[name] for m in manifests for name in METRICS.get(m.stage, ()) if name in m.metrics}
+    metrics = [f"{name} {value:.4g}" for name, value in shown.items()]
     accuracy = [
         evaluation_line(built.manifest.metrics, evaluated_version(label, result))
         for label, built in result.built.items()

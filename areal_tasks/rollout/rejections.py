@@ -76,13 +76,16 @@ class Rejections:
 
     def _too_many_failed(self, last: RejectedGroup) -> UserError:
         attempts, most = self.limits.group_attempts, self.limits.max_failed_groups
-        why = f"group {last.index}: {last.reason.removeprefix('failed: ')}. Correct the workflow and run this again"
+        why, remedy = last.reason.removeprefix("failed: "), "Correct the workflow and run this again"
         if not most:
-            allowed = "no group may fail in an evaluation, nor with rollout.max_failed_groups = 0"
-            return UserError(f"{allowed}, and one has failed in {attempts} attempts, {why}")
+            return UserError(
+                f"group {last.index} has failed in {attempts} attempts: {why}. One such group ends an evaluation, and "
+                f"training where rollout.max_failed_groups is 0. {remedy}"
+            )
         return UserError(
             f"{self.failed} of the groups have failed in {attempts} attempts each, more than "
-            f"rollout.max_failed_groups = {most}. The last one, {why}: the groups begin again"
+            f"rollout.max_failed_groups = {most}. The last one, group {last.index}: {why}. "
+            f"{remedy}: the groups begin again"
         )
 
     def _too_many_filtered(self) -> UserError:

@@ -175,7 +175,8 @@ def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
     while not ended and time.monotonic() < until and not watcher.refresh():
         time.sleep(POLL_SECONDS / 4)
     if not watcher.rows:
-        raise UserError(f"there are no samples of the services of run {watcher.run.name!r} yet")
+        name = watcher.run.name
+        raise UserError(f"there are no samples of the services of run {name!r} yet: only a running flow takes them")
     rows = watcher.rows if as_json else [row_of(row) for row in watcher.rows]
     show(rows, as_json, title_of(watcher.run.name, watcher.rows[0], ended))
 

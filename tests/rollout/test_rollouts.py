@@ -24,6 +24,7 @@ from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.rollouts import Rollouts
+from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
 from areal_tasks.rollout.staleness import Finished, Staleness
 from areal_tasks.rollout.worker.groups import Groups

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from stage_driver import drive, store_in, tiny
 
