@@ -133,6 +133,7 @@ class Workers:
             log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """A heartbeat per worker, by its name."""
-        found = self._loop.run(self._manager.heartbeats()) if self._manager is not None else {}
+        """A heartbeat per worker, by its name. For any thread."""
+        manager = self._manager  # another thread may end it meanwhile
+        found = self._loop.run(manager.heartbeats()) if manager is not None else {}
         return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}

@@ -12,7 +12,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import workers
 from areal_tasks.engines.loop_thread import LoopThread
-from areal_tasks.engines.starting import worker_names
+from areal_tasks.engines.starting import evaluator_names, worker_names
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.supervisor import Ready, Supervisor
@@ -68,3 +68,26 @@ def test_a_manager_that_is_to_be_closed_gets_no_worker_from_a_look_that_goes_on(
     polling.result(LIMIT)
     loop.stop()
     assert manager.given == before, "it was closed in between"
+
+
+class Ending(LoopThread):
+    """Another thread ends the use of `served` just before this one runs anything in the loop."""
+
+    served: Workers | None = None
+
+    @property
+    def run(self) -> Any:
+        if self.served is not None:
+            self.served.serve(None)
+        return super().run
+
+
+def test_heartbeats_are_asked_for_while_an_evaluation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "ready", lambda *_: None)
+    recipe = parse_recipe({"name": "r", "flow": "rlhf", "model": {"path": "m"}, "data": {"source": "sums://2"}})
+    supervisor, loop = Supervisor(open_store(tmp_path.as_uri()), Launcher(), tmp_path), Ending()
+    served = Workers(evaluator_names, recipe, True, supervisor, cast(Watchdog, None), loop)
+    served.serve(cast(Any, Manager()))
+    loop.served = served
+    assert served.heartbeats() == {}
+    loop.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -132,3 +134,16 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "__0_1.distcp").mkdir()
     with pytest.raises(IsADirectoryError):
         save(checkpoint.Saving(tmp_path, held(), Progress()))
+
+
+def test_a_disk_that_has_room_for_a_part_of_a_tensor_is_said_to_be_full(tmp_path: Path) -> None:
+    """torch.save hides that behind an error about its own format. Here a limit stands for the disk's size."""
+    saving = checkpoint.Saving(tmp_path, {"long": {"weight": torch.randn(3, 200 * PIECE)}}, Progress())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * PIECE, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            save(saving)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG

@@ -125,6 +125,17 @@ def test_what_is_kept_is_not_fetched_again_and_nothing_else_is_kept(ranks: Ranks
     assert sorted(file.stem for file in ranks.kept()) == sorted(s.sha256 for s in refs["advantage"].shards)
 
 
+def test_a_rank_clears_what_it_has_fetched_itself_unless_it_is_kept(ranks: Ranks) -> None:
+    refs, last = _written(ranks.store), ranks.ranks[-1]
+    ranks.read(refs, keeps=True)
+    before = ranks.kept()
+    last.clear()
+    assert ranks.kept() == before
+    ranks.read(refs)
+    last.clear()
+    assert ranks.kept() == [file for file in before if file.parent.name != str(last.group.rank)]
+
+
 def _cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 

@@ -144,11 +144,23 @@ def _write_file(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Hashed
         sink = _Sink(file)
         for _, tensor in pieces:
             start = sink.length
-            torch.save(buffer.take(tensor), cast(Any, sink))
+            with _cause_of_disk():
+                torch.save(buffer.take(tensor), cast(Any, sink))
             places.append(_StorageInfo(name, start, sink.length - start))
     digest = sink.sha256.hexdigest()
     written = zip(pieces, places, strict=True)
     return [Hashed(item.index, at.length, at, digest, sink.length) for (item, _), at in written]
+
+
+@contextmanager
+def _cause_of_disk() -> Iterator[None]:
+    """If the disk refuses a write, raise its OSError: torch.save hides it behind an error about its own format."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 class _Sink:

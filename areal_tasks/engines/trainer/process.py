@@ -62,8 +62,7 @@ def _follow(spec: ServiceSpec, group: Group) -> None:
         torch.set_num_threads(cpu_threads(trainer.settings.trainer))
         while True:
             group.follow(lambda text: trainer.run(_parsed(text)), trainer.state)
-            if group.leads_its_machine:
-                trainer.clear()  # all ranks have ended the command by now
+            trainer.clear()  # all ranks have ended the command by now
     except GroupBroken as error:
         log.error("rank %d ends: %s", group.rank, error)
         sys.stderr.flush()

@@ -225,18 +225,23 @@ class Trainer:
         return Compared(difference=apart)
 
     def clear(self) -> None:
-        """Delete what a command has fetched from the store, once no rank needs it; for the first rank of each machine.
+        """Delete what a command has fetched from the store, once all ranks have ended the command.
 
-        The files of the loaded weights that describe model and tokenizer stay: they are published with new weights.
-        So does a rollout that was scored, until another command reads tables. What cannot be deleted now is deleted
-        after the next command; the one that has ended does not fail for it.
+        Each rank deletes its tables, since another one may have begun to fetch those of the next command. What the
+        ranks of a machine share, its first rank deletes. The files of the loaded weights that describe model and
+        tokenizer stay: they are published with new weights. So does a rollout that was scored, until another command
+        reads tables. What cannot be deleted now is deleted after the next command; the one that has ended does not
+        fail for it.
         """
+        self.tables.clear()
+        if not self.group.leads_its_machine:
+            return
         with suppress(OSError):
             for folder in self.scratch.iterdir():
                 self._clear(folder)
 
     def _clear(self, folder: Path) -> None:
-        if folder == self.tables.folder and self.tables.keeps:
+        if folder == self.tables.folder:
             return
         if folder != self.weights:
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ store gives each file once, to one rank, which alone decodes it. Rows travel ove
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,9 +54,19 @@ class FetchedTables:
         files = self.group.together(lambda: self._fetch(store, mine))
         return SharedTables(self.group, self.links, [name for name, _ in shards], files)
 
+    def clear(self) -> None:
+        """Delete what this rank has fetched, unless it is kept."""
+        if not self.keeps:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    @property
+    def _own(self) -> Path:
+        """Where this rank fetches to; no other rank touches it."""
+        return self.folder / str(self.group.rank)
+
     def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> list[Path]:
         """Have these files on this disk, verified, and no others in the folder."""
-        folder = self.folder / str(self.group.rank)
+        folder = self._own
         files = [store.local(shard.path) or folder / f"{shard.sha256}.parquet" for shard in shards]
         for file in set(folder.glob("*")) - set(files):
             file.unlink()
