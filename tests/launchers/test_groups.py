@@ -144,7 +144,7 @@ def test_a_trainer_is_restarted_while_the_flow_waits_for_its_answer(
     monkeypatch.setattr(session, "SUPERVISE_SECONDS", 0.01)
     supervisor, _ = group
     start(supervisor)
-    closed, servers = threading.Event(), SimpleNamespace(workers=SimpleNamespace(supervise=lambda: None))
+    closed, servers = threading.Event(), SimpleNamespace(all_workers=[])
     engines = SimpleNamespace(
         supervisor=supervisor, servers=servers, actor=SimpleNamespace(names=NAMES), _closed=closed
     )

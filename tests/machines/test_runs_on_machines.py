@@ -316,12 +316,12 @@ def test_a_stranger_on_the_network_gets_nothing_from_services(cluster: Cluster) 
     process = cluster.start(*cluster.run(*ASYNCHRONOUS))
     wait_for(process, "iteration 1 done")
     found = [place for node in cluster.nodes for place in open_ports(node)]
-    assert len(found) == 10, "five services and their agents"
+    assert len(found) == 12, "six services and their agents"
     assert not open_ports(cluster.bed[HEAD])
     answers = cluster.bed[HEAD].run([sys.executable, "-c", STRANGER, *found]).stdout.splitlines()
     print(*answers, sep="\n")
-    assert len(answers) == 20
+    assert len(answers) == 24
     assert {line.split()[1] for line in answers} <= {"401", "RemoteDisconnected", "SSLError", "ConnectionResetError"}
-    assert sum(line.endswith("401") for line in answers) == 5, "services ask for the token; agents for a certificate"
+    assert sum(line.endswith("401") for line in answers) == 6, "services ask for the token; agents for a certificate"
     process.terminate()
     process.wait()
