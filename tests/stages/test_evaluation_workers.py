@@ -60,7 +60,9 @@ def test_an_end_of_the_worker_costs_what_is_not_taken_and_changes_no_row(
 
 def test_a_group_that_always_ends_its_worker_ends_the_evaluation_and_says_so(tmp_path: Path) -> None:
     finished(tmp_path, "trained", tiny())
-    with pytest.raises(UserError, match=rf"group {MISBEHAVES}: its rollout worker ended 3 times .* only this group"):
+    with pytest.raises(
+        UserError, match=rf"group {MISBEHAVES} has failed .*: its rollout worker ended 3 times .* only this group"
+    ):
         drive(tmp_path, "ended", tiny_evaluation("run://trained", **misbehaving(tmp_path, "always")))
 
 
