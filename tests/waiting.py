@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+from unittest.mock import patch
 
 import psutil
 
@@ -25,6 +28,22 @@ def wait_until(condition: Callable[[], T], what: object = "the condition", limit
         assert time.monotonic() < end, f"{what}: not within {limit:g} s"
         time.sleep(PAUSE)
     return found
+
+
+@contextmanager
+def held_back(owner: Any, name: str) -> Iterator[threading.Event]:
+    """While inside, calls of this function of a class or module wait for the event. It is set at the end, too."""
+    go_on, function = threading.Event(), getattr(owner, name)
+
+    def wait_and_call(*arguments: Any, **options: Any) -> Any:
+        assert go_on.wait(LIMIT)
+        return function(*arguments, **options)
+
+    with patch.object(owner, name, wait_and_call):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
 
 
 def alive(process: psutil.Process | int) -> bool:

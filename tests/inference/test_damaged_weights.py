@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT, wait_until
+from waiting import LIMIT, held_back, wait_until
 
 from areal_tasks.engines import fetching
 from areal_tasks.engines.external import SERVER_TOKEN
@@ -102,17 +102,10 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages of one level run side by side."""
-    go_on, materialise = threading.Event(), fetching.materialise
-
-    def slowly(*arguments: object, **options: object) -> object:
-        assert go_on.wait(LIMIT)
-        return materialise(*arguments, **options)  # type: ignore[arg-type]
-
     lock = Awaited()
     monkeypatch.setattr(engines.servers, "_lock", lock)
-    monkeypatch.setattr(fetching, "materialise", slowly)
     flip(engines)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, held_back(fetching, "materialise") as go_on:
         first = pool.submit(engines.servers.inference)
         wait_until(lambda: engines.servers._client is not None and engines.servers._client.version == VERSION)
         second = pool.submit(engines.servers.inference)

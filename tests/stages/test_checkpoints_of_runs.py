@@ -14,7 +14,7 @@ import pytest
 import saving_trainer
 from saving_trainer import DIES
 from stage_driver import Digests, digests, drive, start_marked, store_in, tiny
-from waiting import LIMIT
+from waiting import LIMIT, held_back
 
 from areal_tasks.engines import starting
 from areal_tasks.engines.trainer import writing
@@ -86,22 +86,15 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[Future[Any]]:
     return found
 
 
-def test_the_first_commit_after_its_end_names_it(
-    tmp_path: Path, expected: Digests, writes: list[Future[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_commit_after_its_end_names_it(tmp_path: Path, expected: Digests, writes: list[Future[Any]]) -> None:
     """The first is written when iteration 2 trains. The next holds version 3, and the last iteration waits for it."""
-    gate, write = threading.Event(), Saving.write
+    with held_back(Saving, "write") as gate:
 
-    def wait_and_write(saving: Saving, put: Put) -> Any:
-        assert gate.wait(LIMIT)
-        return write(saving, put)
+        def let_it_end() -> None:
+            gate.set()
+            writes[0].result(LIMIT)
 
-    def let_it_end() -> None:
-        gate.set()
-        writes[0].result(LIMIT)
-
-    monkeypatch.setattr(Saving, "write", wait_and_write)
-    run = drive(tmp_path, "r", recipe(), at("train 2", let_it_end))
+        run = drive(tmp_path, "r", recipe(), at("train 2", let_it_end))
     assert digests(tmp_path, "r") == expected
     assert saved(run) == [None, None, 1, 3] and len(writes) == 2
     trained = [stage_of(run, run.commit(k), "train").metrics["train_seconds"] for k in range(ITERATIONS)]

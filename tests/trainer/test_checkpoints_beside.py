@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from trainer_builders import World, advantage, rlhf_recipe, rollout
-from waiting import LIMIT
+from waiting import held_back
 
 from areal_tasks.engines.trainer import checkpoint_files, writing
 from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters
-from areal_tasks.engines.trainer.checkpoint_files import Copies, Put
+from areal_tasks.engines.trainer.checkpoint_files import Copies
 from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Load, Train
 from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
 from areal_tasks.engines.trainer.memory import host_room
@@ -34,17 +34,10 @@ def rlhf(world: World) -> World:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No checkpoint is written before it is open."""
-    opened, write = threading.Event(), Saving.write
-
-    def wait_and_write(saving: Saving, put: Put) -> Any:
-        assert opened.wait(LIMIT)
-        return write(saving, put)
-
-    monkeypatch.setattr(Saving, "write", wait_and_write)
-    yield opened
-    opened.set()
+def gate() -> Iterator[threading.Event]:
+    """No checkpoint is written before it is set."""
+    with held_back(Saving, "write") as opened:
+        yield opened
 
 
 def train(world: World, version: int) -> Train:

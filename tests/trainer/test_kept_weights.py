@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
 import torch
 from trainer_builders import World, advantage, rlhf_recipe, rollout
-from waiting import LIMIT
+from waiting import LIMIT, held_back
 
-from areal_tasks.engines.trainer.commands import Command, Keep, Load, Publish, Train
+from areal_tasks.engines.trainer.commands import Command, Keep, Load, Publish
 from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.service import Trainer
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def held() -> Iterator[threading.Event]:
     """Training does not end before it is set."""
-    go_on, train = threading.Event(), Trainer.train
-
-    def slowly(trainer: Trainer, command: Train) -> Any:
-        assert go_on.wait(LIMIT)
-        return train(trainer, command)
-
-    monkeypatch.setattr(Trainer, "train", slowly)
-    return go_on
+    with held_back(Trainer, "train") as go_on:
+        yield go_on
 
 
 def test_weights_that_are_kept_are_published_while_it_trains(world: World, held: threading.Event) -> None:

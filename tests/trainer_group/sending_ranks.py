@@ -10,13 +10,12 @@ import asyncio
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from waiting import LIMIT
+from waiting import LIMIT, held_back
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.commands import COMMANDS
@@ -32,7 +31,7 @@ def states(urls: list[str]) -> list[dict[str, Any]]:
 
 async def play(client: httpx.AsyncClient, script: dict[str, Any]) -> dict[str, Any]:
     """Versions 0 and 2 are sent when all ranks are free, 1 while they train on. With version 2 one server fails."""
-    urls, go_on, train = script["urls"], threading.Event(), Trainer.train
+    urls = script["urls"]
     receivers = [{"url": url, "trainer_rank": rank} for rank, url in enumerate(urls)]
     secrets = {"transport": "tensor", "receivers": receivers, "token": script["token"]}
 
@@ -47,20 +46,16 @@ async def play(client: httpx.AsyncClient, script: dict[str, Any]) -> dict[str, A
         await ask("publish", version=version, prefix=script["prefixes"][version])
         return {"gone": gone, "states": states(urls)}
 
-    def slowly(trainer: Trainer, command: Any) -> Any:
-        assert go_on.wait(LIMIT)
-        return train(trainer, command)
-
     await ask("load", version=0, weights=script["initial"])
     found = {"0": await send(0)}
     await ask("train", **script["trains"][0])
     await ask("keep", version=1)
-    Trainer.train = slowly  # type: ignore[method-assign]
-    training = asyncio.ensure_future(ask("train", **script["trains"][1]))
-    found["1"] = await send(1, keep_cache=True)
-    assert not training.done()
-    go_on.set()
-    await training
+    with held_back(Trainer, "train") as go_on:
+        training = asyncio.ensure_future(ask("train", **script["trains"][1]))
+        found["1"] = await send(1, keep_cache=True)
+        assert not training.done()
+        go_on.set()
+        await training
     access = {"Authorization": f"Bearer {script['token']}"}
     httpx.post(f"{urls[1]}/fail", json={"how": "500"}, headers=access, timeout=LIMIT).raise_for_status()
     found["2"] = await send(2)

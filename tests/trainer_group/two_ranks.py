@@ -8,23 +8,21 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Event
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch.distributed as dist
 from checkpoints import save
 from live_bytes import LiveBytes
-from waiting import LIMIT
+from waiting import held_back
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import checkpoint_files
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.checkpoint import Saving
-from areal_tasks.engines.trainer.checkpoint_files import Put
 from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Load, Logprobs, Publish, Train
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -108,7 +106,7 @@ def play(player: Player) -> dict[str, Any]:
     found["trained"] = player.publish("trained")
     found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
     found["few"] = player.logprobs("policy", of="few")
-    with held_back() as go_on:
+    with held_back(Saving, "write") as go_on:
         begun = player.begin("five")
         found["sixth"] = player.train(STEPS)
         found["early"] = player.trainer.finish(begun.model_copy(update={"wait": False})).files
@@ -118,19 +116,6 @@ def play(player: Player) -> dict[str, Any]:
     found["poisoned"] = player.train(STEPS + 1)
     found["skipped"] = player.publish("skipped")
     return found
-
-
-@contextmanager
-def held_back() -> Iterator[Event]:
-    """Inside, this rank writes no checkpoint before the event."""
-    go_on, write = Event(), Saving.write
-
-    def wait_and_write(saving: Saving, put: Put) -> Any:
-        assert go_on.wait(LIMIT)
-        return write(saving, put)
-
-    with patch.object(Saving, "write", wait_and_write):
-        yield go_on
 
 
 def fail_once(player: Player) -> str:
