@@ -130,7 +130,8 @@ class Workers:
             self.serve(None)
             self._loop.run(manager.close(), BRIEF_SECONDS)
         except Exception as error:  # another error ended the run, and must not be hidden
-            log.warning("finished groups were lost, and begin again: %s", str(error) or type(error).__name__)
+            why = str(error) or type(error).__name__
+            log.warning("rollout workers did not end in order: groups that are not in the store begin again: %s", why)
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """A heartbeat per worker, by its name. For any thread."""

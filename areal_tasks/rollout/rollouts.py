@@ -78,9 +78,7 @@ class Rollouts:
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
     _assigned: Assignments = field(default_factory=Assignments)
-    _waiting: list[int] = field(
-        default_factory=list
-    )  # groups that the tracker has admitted, and that have no worker yet
+    _waiting: list[int] = field(default_factory=list)  # groups that the tracker has admitted, without a worker yet
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None  # ends or repeats the stage that takes groups
     _recording: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -60,7 +60,7 @@ def rollout(recipe: RlhfRecipe) -> Stage:
     With filters, or a workflow that asks for verdicts, these determine which groups there are or what they contain. So
     they are written too, and the key covers their settings.
     """
-    judged, ahead = judges_groups(recipe), recipe.rollout.max_head_offpolicyness > 0
+    judged, ahead = judges_groups(recipe, recipe.rollout), recipe.rollout.max_head_offpolicyness > 0
     return Stage(
         name="rollout",
         kind=Kind.GENERATE,
@@ -280,7 +280,8 @@ def made_with(recipe: RlhfRecipe, prompts: str) -> str:
 
     If groups are judged, it covers what determines their verdicts and rejections, too.
     """
-    judged = [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if judges_groups(recipe) else []
+    judges = judges_groups(recipe, recipe.rollout)
+    judged = [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if judges else []
     return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *judged])
 
 

@@ -27,7 +27,7 @@ def verify(recipe: RlhfRecipe) -> Stage:
 
     Verdicts that were made with the same settings while groups were generated are reused.
     """
-    judged = columns("judged", *JUDGED.names) if judges_groups(recipe) else ()
+    judged = columns("judged", *JUDGED.names) if judges_groups(recipe, recipe.rollout) else ()
     return Stage(
         name="verify",
         kind=Kind.PURE,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
+    from schemas.recipe.sections import Rollout
 
 
 #: What new weights do to requests in flight on the inference servers.
@@ -55,9 +56,9 @@ def needs_proximal(recipe: RlhfRecipe) -> bool:
     return is_decoupled(recipe) and (algorithm.minibatches > 1 or algorithm.tis_level == "sequence")
 
 
-def judges_groups(recipe: RlhfRecipe | EvaluateRecipe) -> bool:
+def judges_groups(recipe: RlhfRecipe | EvaluateRecipe, rollout: Rollout) -> bool:
     """Whether samples are verified during generation: filters need rewards, or the workflow asks for verdicts."""
-    return recipe.workflow.verifies or (recipe.flow == "rlhf" and recipe.rollout.filters.active)
+    return recipe.workflow.verifies or rollout.filters.active
 
 
 def interruption(recipe: Recipe) -> Interruption | None:

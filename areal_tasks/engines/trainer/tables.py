@@ -148,13 +148,14 @@ def exchanged(parts: Sequence[pa.Table | None], links: dist.ProcessGroup | None)
     """Give each rank its own of `parts`; returns what each has given this one."""
     if len(parts) == 1:
         return list(parts)
-    buffers = {key: _encoded(part) for key, part in {id(part): part for part in parts}.items()}
-    received = _exchanged([buffers[id(part)] for part in parts], links)
+    distinct = {id(part): part for part in parts}  # where all ranks get the same part, it is encoded once
+    encoded = {key: _encoded(part) for key, part in distinct.items()}
+    received = _exchange_messages([encoded[id(part)] for part in parts], links)
     return [pa.ipc.open_stream(message).read_all() if len(message) else None for message in received]
 
 
-def _exchanged(messages: Sequence[pa.Buffer], links: dist.ProcessGroup | None) -> list[pa.Buffer]:
-    """As `exchanged`, for messages: first their sizes."""
+def _exchange_messages(messages: Sequence[pa.Buffer], links: dist.ProcessGroup | None) -> list[pa.Buffer]:
+    """Give each rank its own of `messages`, after their sizes; returns what each has given this one."""
     sizes = torch.tensor([len(message) for message in messages])
     theirs = torch.empty_like(sizes)
     dist.all_to_all_single(theirs, sizes, group=links)

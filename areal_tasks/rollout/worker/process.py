@@ -62,7 +62,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt, SingleTurn, load_workflow
 from schemas.manifest import WeightsRef
-from schemas.recipe.derived import interruption
+from schemas.recipe.derived import interruption, judges_groups
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.recipe.sections import Rollout
 
@@ -160,7 +160,7 @@ class Worker:
                 tokenizer = await asyncio.to_thread(self._tokenizer, order.model)
                 workflow = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
             self._client = await self._new_client(order, recipe, tokenizer)
-            judge = self._judge(recipe, sampling) if recipe.workflow.verifies or sampling.filters.active else None
+            judge = self._judge(recipe, sampling) if judges_groups(recipe, sampling) else None
             if isinstance(workflow, IsolatedWorkflow):
                 self._resources.callback(workflow.close)
             self._groups = Groups(
