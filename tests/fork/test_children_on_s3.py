@@ -118,7 +118,7 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
     roots = {name: audit(store, name).root for name in ("parent", "child")}
     before = {entry.path for entry in entries(store, "parent")}
 
-    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY)) for path in item.files}
+    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY), GREEDY) for path in item.files}
     assert gone and gone <= before
     for name, root in roots.items():
         report = audit(store, name)
@@ -136,7 +136,7 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
         ended(load_run(store, name))
         remove_run(store, plan_run_removal(store, name, 0.0), 0.0)
     assert find_weights(parent, str(AT)).path == parent.commit(AT - 1).weights.path
-    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY)) for path in item.files}
+    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY), GREEDY) for path in item.files}
     assert {path for files in spared for path in files} <= gone
     assert audit(store, "parent").root == roots["parent"] and audit(store, "parent").sound
 

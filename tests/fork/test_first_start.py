@@ -125,7 +125,8 @@ def test_a_fine_tuned_model_whose_versions_are_rarely_written(tmp_path: Path) ->
     append_log(run.store, "sft", "finished", {"owner": run.owner})
     assert [run.commit(k).weights.written for k in range(LAST)] == [False, True, True]
     drive(tmp_path, "child", tiny_sft(trainer=rarely), origin=Origin("sft", 1))
-    remove_planned(run.store, plan_removals(run.store, RetentionRule(1, 1, older_than=0.0), "sft"))
+    rule = RetentionRule(1, 1, older_than=0.0)
+    remove_planned(run.store, plan_removals(run.store, rule, "sft"), rule)
     drive(tmp_path, "again", tiny_sft(trainer=rarely), origin=Origin("sft", 1))
     with pytest.raises(UserError, match="version 2 of run 'sft' were removed by"):
         drive(tmp_path, "late", tiny_sft(trainer=rarely), origin=Origin("sft", 2))

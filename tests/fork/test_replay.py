@@ -206,7 +206,8 @@ def test_a_replay_that_would_read_what_was_removed_does_not_begin(tmp_path: Path
     append_log(whole.store, "whole", "finished", {"owner": whole.owner})
     replay(tmp_path, "before", kept("train"), LR)
     Path(whole.store.uri(paths.reference("whole", "before"))).unlink()
-    assert execute_gc(whole.store, plan_gc(whole.store, RetentionRule(1, 1, older_than=0.0), "whole"))
+    rule = RetentionRule(1, 1, older_than=0.0)
+    assert execute_gc(whole.store, plan_gc(whole.store, rule, "whole"), rule)
     for name, origin in (("on-policy", ON_POLICY), ("judged", kept("verify")), ("later", kept("train", at=2))):
         with pytest.raises(UserError, match=r"of version [12] of run 'whole' were removed by .*--keep-"):
             replay(tmp_path, name, origin)

@@ -19,11 +19,10 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Store
-from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, shard_refs
+from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, list_compactions, shard_refs
 from areal_tasks.store.commit import bytes_digest, new_attempt
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.compacted import list_compactions
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import encode, read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
