@@ -207,8 +207,7 @@ class Run:
         try:
             data = self.store.read(path)
         except Missing:
-            before_fork = k < self.first and self.parent is not None
-            return self.parent.find_stage(k, stage, key) if before_fork and self.parent else None
+            return self.parent.find_stage(k, stage, key) if self.parent is not None and k < self.first else None
         manifest = decode(self.store, path, StageManifest, data)
         return CommittedStage(manifest, stage_ref(path, manifest, data))
 

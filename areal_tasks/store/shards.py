@@ -41,7 +41,7 @@ def write_table(
     _check(name, table)
     step = _rows_per_shard(table, max_rows)
     starts = range(0, max(table.num_rows, 1), step)
-    parts = [(f"{prefix}/{_file(file or name, i)}", table.slice(start, step)) for i, start in enumerate(starts)]
+    parts = [(f"{prefix}/{file or name}-{i:05d}.parquet", table.slice(start, step)) for i, start in enumerate(starts)]
     shards = parallel(lambda part: _write_shard(store, *part), parts)
     return TableRef(name=name, digest=content_digest(table), shards=tuple(shards))
 
@@ -76,10 +76,6 @@ def read_file(name: str, path: Path, columns: Sequence[str]) -> pa.Table:
 def schema_of(name: str, columns: Sequence[str]) -> pa.Schema:
     """The schema of these columns of a table."""
     return pa.schema([TABLES[name].field(column) for column in columns])
-
-
-def _file(name: str, index: int) -> str:
-    return f"{name}-{index:05d}.parquet"
 
 
 def _rows_per_shard(table: pa.Table, max_rows: int) -> int:

@@ -147,12 +147,8 @@ def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
 def newest_written(run: Run, head: IterationCommit) -> WeightsRef | None:
     """The newest written weights that `head` or an earlier commit names; looks back one write interval at most."""
     commit = head
-    while (found := _newest(commit)) is None and commit.iteration:
+    while not commit.weights.written and commit.published is None and commit.iteration:
         commit = run.commit(commit.iteration - 1)
-    return found
-
-
-def _newest(commit: IterationCommit) -> WeightsRef | None:
     return commit.weights if commit.weights.written else commit.published
 
 
