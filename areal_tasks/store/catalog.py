@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -55,6 +55,7 @@ class Region:
     first: int
     stop: int
     compaction: Compaction | None = None
+    known: dict[str, Selected] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def commits(self) -> list[IterationCommit]:
@@ -66,20 +67,13 @@ class Region:
         known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
         return {path: found for path, found in reachable(self.commits, StageRef).items() if path not in known}
 
-    @cached_property
-    def everything(self) -> list[Selected]:
-        """All manifests first selected in this region. Read this first where many of them are needed: it is cached."""
-        return self._read(list(self.refs))
-
     def selected(self, stages: Set[str] | None = None) -> list[Selected]:
-        """The manifests first selected in this region, of these stages (None: of all)."""
-        if stages is None or "everything" in self.__dict__:
-            return [found for found in self.everything if stages is None or found.manifest.stage in stages]
-        return self._read([path for path, (ref, _) in self.refs.items() if ref.stage in stages])
-
-    def _read(self, wanted: list[str]) -> list[Selected]:
-        manifests = read_manifests(self.run, self.refs, wanted)
-        return [Selected(path, m, self.refs[path][1]) for path, m in zip(wanted, manifests, strict=True)]
+        """The manifests first selected in this region, of these stages (None: of all). Each is read once."""
+        wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
+        fresh = [path for path in wanted if path not in self.known]
+        for path, manifest in zip(fresh, read_manifests(self.run, self.refs, fresh), strict=True):
+            self.known[path] = Selected(path, manifest, self.refs[path][1])
+        return [self.known[path] for path in wanted]
 
     def shards(self, stages: Set[str], table: str) -> Iterator[tuple[int, ShardRef]]:
         """The shards of a table that these stages write, with their iterations, in order."""

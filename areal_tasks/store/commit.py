@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
 from areal_tasks.store.parallel import parallel
-from schemas.manifest import SCHEMA_VERSION, ClaimedRecord, StoredRecord, is_sealed, seal_holds
+from schemas.manifest import ClaimedRecord
+from schemas.record import SCHEMA_VERSION, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
 C = TypeVar("C", bound=ClaimedRecord)

@@ -8,7 +8,7 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Final, Self, TypeVar
 
@@ -109,7 +109,7 @@ class Session:
             if isinstance(failure, UserError):
                 return UserError(str(failure))
         for run in self.runs:
-            if (damage := run.damage()) is not None:
+            if (damage := run.damage(merged=False)) is not None:
                 return damage
         names = sorted({name for run in self.runs for name in run.names})
         runs = " and ".join(repr(run.catalog.run.name) for run in self.runs)
@@ -129,7 +129,6 @@ def run_sql(store: Store, run: str, query: str) -> pa.Table:
     Raises:
         UserError: there is no such run, or as `Session.sql`.
     """
-    check_statement(query)
     with Session(store, run) as session:
         return session.sql(query)
 
@@ -201,30 +200,21 @@ class RunViews:
 
     def drop_damaged_compactions(self) -> bool:
         """If a scan failed on a damaged compaction, read the source files from now on; whether it did."""
-        damage = self._damage(file for table in self._failed() for file in self.catalog.merged_files(table))
+        damage = self.damage(merged=True)
         if damage is not None:
             self.catalog.ignore_compactions(damage)
         return damage is not None
 
-    def damage(self) -> StoreError | None:
-        """The error of a damaged shard that made a scan fail; None if the failure has another cause."""
-        return self._damage(shard for table in self._failed() for _, shard in self.catalog.shards(table))
-
-    def _failed(self) -> list[str]:
-        """The tables whose scan failed."""
-        return [
-            self.tables_by_view[name]
-            for name, lazy in self.lazies.items()
-            if lazy.failure and name in self.tables_by_view
-        ]
-
-    def _damage(self, files: Iterable[FileRef]) -> StoreError | None:
-        """What is wrong with the first of these files that is not whole."""
-        for file in files:
-            try:
-                check_sha256(self.catalog.run.store, file)
-            except StoreError as damage:
-                return damage
+    def damage(self, merged: bool) -> StoreError | None:
+        """The error of a damaged shard (or a `merged` file) that made a scan fail; None if it has another cause."""
+        catalog = self.catalog
+        for table in (table for view, table in self.tables_by_view.items() if self.lazies[view].failure):
+            found: Iterator[FileRef] = (shard for _, shard in catalog.shards(table))
+            for file in catalog.merged_files(table) if merged else found:
+                try:
+                    check_sha256(catalog.run.store, file)
+                except StoreError as damage:
+                    return damage
         return None
 
 

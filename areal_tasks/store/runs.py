@@ -154,7 +154,7 @@ class Run:
 
         Raises:
             Superseded: a later start of the flow owns the run, or has committed this iteration already.
-            Behind: an earlier start, now superseded, committed this iteration while this one was building it.
+            HeadMoved: an earlier start, now superseded, committed this iteration while this one was building it.
             ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()

@@ -100,6 +100,7 @@ def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
 
     Each page has a CRC-32, and the footer a SHA-256 before it, for which Parquet has no place. Readers find the footer
     from the file's end, and the pages by their offsets in it, so they ignore what lies between.
+    `layout`: options of Parquet that differ from those of a shard.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(
@@ -108,7 +109,7 @@ def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
         compression="zstd",
         compression_level=1,
         write_page_checksum=True,
-        **layout or _layout(table.schema),
+        **_layout(table.schema) | dict(layout or {}),
     )
     data = memoryview(sink.getvalue())
     footer = len(data) - int.from_bytes(data[-8:-4], "little") - 8

@@ -102,7 +102,7 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
 def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag]) -> WeightsVersion:
     mine = [tag.tag for tag in tags if (tag.version, tag.weights_attempt) == (ref.version, ref.attempt)]
     manifest = find_record(store, ref.path, WeightsManifest) if ref.written else None
-    removed = find_weights_tombstone(store, ref) if ref.written else None
+    removed = find_weights_tombstone(store, ref)
     return WeightsVersion(
         version=ref.version,
         attempt=ref.attempt,

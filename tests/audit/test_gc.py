@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests, drive, finished, start_driver, store_in, tiny
+from store_listing import listed
 from waiting import rendezvous
 from warm_processes import Process
 
@@ -347,7 +348,7 @@ def test_a_removal_that_was_interrupted_is_finished(folder: Path) -> None:
     store.put("r/weights/version=000001/attempt=x/left", b"over")
     assert interrupted_removals(store) == ["r"]
     remove_run(store, plan_run_removal(store, "r", 0.0), 0.0)
-    assert interrupted_removals(store) == [] and not store.list("r/weights")
+    assert interrupted_removals(store) == [] and not listed(store, "r/weights")
 
 
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
@@ -384,6 +385,6 @@ def test_a_run_on_s3_is_audited_and_cleared_like_one_on_disk(whole: Path, s3: S3
     assert versions(gone, "weights") == [1, 2, 3] and [item.kind for item in gone].count("attempt") == 1
     after = audit(there, "r")
     assert after.sound and after.root == before.root and len(after.removed) == 6
-    shard = next(path for path in there.list("r") if path.endswith(".parquet"))
+    shard = next(path for path in listed(there, "r") if path.endswith(".parquet"))
     there.put(shard, b"PAR1")
     assert [defect.path for defect in audit(there, "r").defects] == [shard]

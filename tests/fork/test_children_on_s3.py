@@ -9,6 +9,7 @@ import pytest
 from replays import kept, replay
 from s3_server import BUCKET, S3Server
 from stage_driver import digests, digests_of, drive, finished, tiny
+from store_listing import listed
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
@@ -100,7 +101,7 @@ def test_a_replay_on_s3(store: Store, folder: Path, start: str, until: str, chan
     name = f"from-{start}{until and f'-{until}'}"
     run = replay(folder, name, kept(start, until=until), change, store=store)
     assert made_by(run, 0) == made_by(run, LONG - 1) == built
-    assert not [path for path in store.list(name) if "stage=rollout" in path]
+    assert not [path for path in listed(store, name) if "stage=rollout" in path]
     check_sound(store, name, "whole")
     titles = [section.title for section in compare_replay(store, name)]
     assert any(title.startswith("verdicts") for title in titles) == (start == "verify")

@@ -33,7 +33,6 @@ from schemas.manifest import (
     Signature,
     StageManifest,
     StageRef,
-    StoredRecord,
     SystemRecord,
     Tag,
     Tombstone,
@@ -42,6 +41,7 @@ from schemas.manifest import (
     WeightsManifest,
     WeightsRef,
 )
+from schemas.record import StoredRecord
 
 _FOLDERS: Final[dict[str, type[StoredRecord]]] = {"references": Reference, "tags": Tag, "signatures": Signature}
 _FOLDERS_BY_OWNER: Final[dict[str, type[StoredRecord]]] = {
@@ -100,7 +100,9 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
     found.check_queued()
     check_groups(found, links, manifests, spools)
     stray = [entry for entry in entries(store, name) if entry.path not in found.seen]
-    _unselected(found, name, [entry.path for entry in stray])
+    records = [entry.path for entry in stray if _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
+    for path in records:  # of unfinished or abandoned work, which a later start may use
+        found.record(path, StageManifest if "/stage=" in path else WeightsManifest)
     root = ""
     with suppress(StoreError):  # its defects are listed
         root = root_hash(load_run(store, name), len(links))
@@ -112,9 +114,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         bytes=found.done,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
         removed=tuple(tombstones.values()),
-        unselected_files=len(
-            [entry for entry in stray if not _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
-        ),
+        unselected_files=len(stray) - len(records),
         unselected_bytes=sum(entry.bytes for entry in stray),
         old_schema=any(link.commit is not None and link.commit.schema_version < 2 for link in links),
     )
@@ -247,10 +247,3 @@ def _compactions(found: Findings, name: str) -> None:
     for path, record in found.folder(paths.compactions(name), Compaction, remedy).items():
         for file in files_of(record):
             found.add_file(file, path, remedy)
-
-
-def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:
-    """Check manifests of unfinished or abandoned work, which a later start may use."""
-    for path in stray:
-        if _MANIFEST.fullmatch(path.removeprefix(f"{name}/")):
-            found.record(path, StageManifest if "/stage=" in path else WeightsManifest)

@@ -228,7 +228,7 @@ def _counts(rows: Mapping[int, int]) -> str:
     return _some(f"{count} of {group}" for group, count in sorted(rows.items())) or "none"
 
 
-def _some(values: Iterable[object], most: int = 6) -> str:
-    """The first of these values; present may be very many."""
-    first = [str(value) for value in islice(values, most + 1)]
-    return ", ".join(first[:most]) + (", …" if len(first) > most else "")
+def _some(values: Iterable[object]) -> str:
+    """The first six of these values; present may be very many."""
+    first = [str(value) for value in islice(values, 7)]
+    return ", ".join(first[:6]) + (", …" if len(first) > 6 else "")

@@ -21,7 +21,8 @@ from areal_tasks.store.objects.inventory import file_digest
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.search import last_number
 from areal_tasks.store.shards import content_digest
-from schemas.manifest import FileRef, ShardRef, StoredRecord, TableRef, seal_holds
+from schemas.manifest import FileRef, ShardRef, TableRef
+from schemas.record import StoredRecord, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
 
@@ -120,13 +121,9 @@ class Findings:
 
     def downstream(self, manifest: str) -> str:
         """The stages that were computed from a stage manifest's tables, directly or indirectly."""
-        found: list[str] = []
-        queue = list(self.readers.get(manifest, ()))
-        while queue:
-            path = queue.pop(0)
-            if path not in found:
-                found.append(path)
-                queue += self.readers.get(path, ())
+        found = [*dict.fromkeys(self.readers.get(manifest, ()))]
+        for path in found:  # which grows meanwhile
+            found += [reader for reader in dict.fromkeys(self.readers.get(path, ())) if reader not in found]
         return _listed([self.names.get(path, path) for path in found])
 
     # ── whole files ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,9 +209,9 @@ def _plausible(path: str, data: bytes, sha256: str) -> bool:
     return seal_holds(data) if path.endswith(".json") else True
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 def _groups(rows: pa.Table) -> Counter[int]:

@@ -150,32 +150,25 @@ def _message(name: str, signature: Signature) -> bytes:
 
 
 def _key(file: Path, private: bool) -> Any:
-    """The Ed25519 key in a file, which must be able to sign if `private`."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
-    key = _load(file, private)
-    if not isinstance(key, Ed25519PrivateKey if private else Ed25519PrivateKey | Ed25519PublicKey):
-        raise UserError(f"{file} holds no {'private ' if private else ''}Ed25519 key: {_MAKE}.")
-    return key
-
-
-def _load(file: Path, private: bool) -> Any:
-    """The key in a PEM or OpenSSH file, whatever kind it is; None if it holds none."""
+    """The Ed25519 key in a PEM or OpenSSH file, which must be able to sign if `private`."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization as keys
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
     try:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): name a key file, or {_MAKE}.") from error
-    attempts: list[Any] = [lambda: keys.load_pem_private_key(data, None), lambda: keys.load_ssh_private_key(data, None)]
+    forms: list[Any] = [lambda: keys.load_pem_private_key(data, None), lambda: keys.load_ssh_private_key(data, None)]
     if not private:
-        attempts += [lambda: keys.load_pem_public_key(data), lambda: keys.load_ssh_public_key(data)]
-    for attempt in attempts:
+        forms += [lambda: keys.load_pem_public_key(data), lambda: keys.load_ssh_public_key(data)]
+    for load in forms:
         try:
-            return attempt()
+            key = load()
         except TypeError as error:  # it is encrypted
             raise UserError(f"{file} is protected by a passphrase: name a key without one.") from error
         except (ValueError, UnsupportedAlgorithm):
             continue
-    return None
+        if isinstance(key, Ed25519PrivateKey if private else Ed25519PrivateKey | Ed25519PublicKey):
+            return key
+    raise UserError(f"{file} holds no {'private ' if private else ''}Ed25519 key: {_MAKE}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -174,27 +173,19 @@ class S3Backend(Store):
         started, attempt = time.monotonic(), 0
         while True:
             try:
-                with self._errors(path):
-                    answer = request()
+                answer = request()
                 self.known = True
                 return answer
-            except Unavailable as error:
+            except (BotoCoreError, ClientError) as error:
                 attempt += 1
-                torn, silent = isinstance(error, _Corrupted), isinstance(error.__cause__, ConnectTimeoutError)
+                failure = self._translate(path, error)
+                self.known |= isinstance(failure, (Missing, Exists))
+                torn, silent = isinstance(failure, _Corrupted), isinstance(error, ConnectTimeoutError)
                 patient = self.known and not torn and time.monotonic() - started < RETRY_SECONDS
-                if attempt >= (_CORRUPTED_ATTEMPTS if torn else 1 if silent else _ATTEMPTS) and not patient:
-                    raise
-                time.sleep(_pause(attempt))
-            except (Missing, Exists):
-                self.known = True
-                raise
-
-    @contextmanager
-    def _errors(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except (BotoCoreError, ClientError) as error:
-            raise self._translate(path, error) from error
+                tried = attempt >= (_CORRUPTED_ATTEMPTS if torn else 1 if silent else _ATTEMPTS)
+                if not isinstance(failure, Unavailable) or (tried and not patient):
+                    raise failure from error
+            time.sleep(_pause(attempt))
 
     def _translate(self, path: str, error: Exception) -> Exception:
         code = str(error.response["Error"].get("Code", "")) if isinstance(error, ClientError) else ""

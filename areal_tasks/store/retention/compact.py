@@ -28,7 +28,7 @@ from areal_tasks.store.shards import encode, read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
 from schemas.errors import UserError
 from schemas.manifest import ShardRef
-from schemas.tables import FLOATS, TEXTS
+from schemas.tables import REPEATED
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ _GROUP_BYTES: Final = 128 << 20
 _GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with it
 _AT_ONCE: Final = 32  # plain shards in memory
 _ITERATIONS: Final = 256  # of which the manifests are in memory
-_UNIQUE: Final = frozenset({"sample_id", "seed", "path", "sha256", "key", "attempt", "previous"}) | TEXTS
 
 
 def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
@@ -135,19 +134,13 @@ def _write_file(store: Store, path: str, table: pa.Table) -> CompactFile:
 
 
 def _layout(table: pa.Table) -> dict[str, Any]:
-    """How a merged table is laid out: large row groups for scans, dictionaries where values repeat."""
+    """How a merged table differs from a shard: large row groups for scans, dictionaries of texts that repeat."""
     row_bytes = table.nbytes // max(len(table), 1) + 1
     return {
         "row_group_size": max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
-        "use_dictionary": [f.name for f in table.schema if _repeats(f)],
-        "use_byte_stream_split": [f"{f.name}.list.element" for f in table.schema if f.type == FLOATS] or False,
+        "use_dictionary": [name for name in table.column_names if name in REPEATED] or False,
         "write_statistics": [f.name for f in table.schema if pa.types.is_integer(f.type)],
     }
-
-
-def _repeats(column: pa.Field) -> bool:
-    kind = column.type
-    return not (pa.types.is_nested(kind) or pa.types.is_boolean(kind) or column.name in _UNIQUE)
 
 
 def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:

@@ -80,7 +80,7 @@ def _of_run(run: RunFiles, named: set[str], needed: set[str], rule: RetentionRul
     groups = _attempts(run)
     yield from _unselected(run, groups, named, rule)
     yield from _spooled(run, groups, rule)
-    yield from _temporary(run, groups, rule)
+    yield from _temporary(run, rule)
     yield from _compactions(run, groups, rule)
     yield from _retired(run, groups, needed, named, rule)
 
@@ -138,7 +138,10 @@ def _used_by_stages(run: RunFiles, groups: dict[str, list[Entry]]) -> set[str]:
     used: set[str] = set()
     for stage, folders in attempts.items():
         named = manifests.get(stage, [])
-        used |= set(folders) if len(named) >= len(folders) else _named_attempts(run.store, named)
+        if len(named) >= len(folders):
+            used |= set(folders)
+        else:
+            used |= {one for path in named for one in attempts_of(path, read_record(run.store, path, StageManifest))}
     return used
 
 
@@ -148,12 +151,6 @@ def _by_folder(found: Iterable[str]) -> dict[str, list[str]]:
     for path in found:
         folders.setdefault(path.rpartition("/")[0], []).append(path)
     return folders
-
-
-def _named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
-    """The attempts' folders that stage manifests name."""
-    shown = [path for path in manifests if not path.rsplit("/", 1)[-1].startswith(".")]
-    return {folder for path in shown for folder in attempts_of(path, read_record(store, path, StageManifest))}
 
 
 def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
@@ -179,11 +176,10 @@ def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
     return {folder: record for path, record in named for folder in attempts_of(path, record)}
 
 
-def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
+def _temporary(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
     """Partial files whose writer died. Hidden files within an attempt are removed with it."""
-    inside = {entry.path for files in groups.values() for entry in files}
     for entry in run.files:
-        hidden = entry.path.rsplit("/", 1)[-1].startswith(".") and entry.path not in inside
+        hidden = entry.path.rsplit("/", 1)[-1].startswith(".") and not paths.attempt_folder(entry.path)
         if hidden and _abandoned(run, [entry], rule):
             yield _item(run, "temporary", entry.path, [entry], "it was never finished")
 

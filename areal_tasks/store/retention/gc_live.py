@@ -120,7 +120,7 @@ class RunFiles:
         """The references of children that exist or may be about to begin."""
         found = []
         for entry in entries(self.store, f"{self.name}/references"):
-            if not entry.path.rsplit("/", 1)[-1].startswith("."):
+            if entry.path.endswith(".json"):  # not one that is being written
                 reference = read_record(self.store, entry.path, Reference)
                 begun = self.store.exists(paths.run_record(reference.child))
                 ended = self.store.exists(paths.run_tombstone(reference.child))
