@@ -16,11 +16,11 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, NewerSchema, Store, StoreError, Unavailable, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.objects.files import newest_written, read_weights
+from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import check_file, check_size
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.reachable import files_of, published_weights
+from areal_tasks.store.reachable import files_of, newest_written, published_weights
 from areal_tasks.store.retention.tombstones import check_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, Reference, RunRecord, WeightsRef

@@ -76,6 +76,6 @@ def test_a_compaction_whose_put_was_sent_twice_is_made(small: Store, monkeypatch
     run, before = load_run(small, "small"), len(list_compactions(small, "small"))
     catalog = Catalog(run)
     monkeypatch.setattr(Store, "create", twice)
-    made = compact(run, catalog, catalog.regions)
+    made = compact(catalog, catalog.regions)
     assert len(list_compactions(small, "small")) == before + 1 and made.stop == 2
     assert audit(small, "small").sound

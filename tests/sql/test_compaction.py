@@ -73,7 +73,7 @@ def compact_end(run: Run, every: int = 1) -> Compaction | None:
     """What the loop does after a commit."""
     catalog = Catalog(run)
     regions = regions_to_merge(catalog.regions, every)
-    return compact(run, catalog, regions) if regions else None
+    return compact(catalog, regions) if regions else None
 
 
 def answers(store: Store, run: str, plain: bool) -> list[list[str]]:

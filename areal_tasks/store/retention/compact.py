@@ -43,13 +43,13 @@ _AT_ONCE: Final = 32  # plain shards in memory
 _ITERATIONS: Final = 256  # of which the manifests are in memory
 
 
-def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
+def compact(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     """Merge consecutive regions of the catalog into a compaction that covers all their iterations.
 
     Raises:
         UserError: a file of the run is damaged, or the store cannot be written.
     """
-    attempt, started = new_attempt(), now()
+    run, attempt, started = catalog.run, new_attempt(), now()
     first, stop = regions[0].first, regions[-1].stop
     record = Compaction(
         run=run.name,
@@ -152,7 +152,7 @@ def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     catalog = Catalog(run)
     if not catalog.regions:
         raise UserError(f"Run {run.name!r} has no committed iteration: there is nothing to compact.")
-    return compact(run, catalog, catalog.regions, tables)
+    return compact(catalog, catalog.regions, tables)
 
 
 # ── when ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,6 +216,6 @@ class Compactor:
             catalog = Catalog(self.run)
             regions = regions_to_merge(catalog.regions, self.every)
             if regions:
-                compact(self.run, catalog, regions)
+                compact(catalog, regions)
         except (UserError, OSError, pa.ArrowException) as error:
             log.warning("run %s could not be compacted, its queries take longer: %s", self.run.name, error)
