@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,7 +95,7 @@ def shard_ref(path: str, data: bytes, table: pa.Table) -> ShardRef:
     return ShardRef(path=path, sha256=digest, bytes=len(data), rows=table.num_rows, tokens=_tokens(table))
 
 
-def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
+def encode(table: pa.Table, **layout: Any) -> bytes:
     """The table as the bytes of a Parquet file that can be verified in parts: SQL reads few columns of a large one.
 
     Each page has a CRC-32, and the footer a SHA-256 before it, for which Parquet has no place. Readers find the footer
@@ -109,7 +109,7 @@ def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
         compression="zstd",
         compression_level=1,
         write_page_checksum=True,
-        **_layout(table.schema) | dict(layout or {}),
+        **_layout(table.schema) | layout,
     )
     data = memoryview(sink.getvalue())
     footer = len(data) - int.from_bytes(data[-8:-4], "little") - 8

@@ -128,7 +128,7 @@ def _filled(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _write_file(store: Store, path: str, table: pa.Table) -> CompactFile:
-    data = encode(table, _layout(table))
+    data = encode(table, **_layout(table))
     store.put(path, data)
     return CompactFile(path=path, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), rows=len(table))
 
