@@ -30,10 +30,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.catalog import valid_compactions
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.query import Session
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import Run, load_run
 from benchmarks.scale_rows import flat_rows
 from benchmarks.scale_run import bytes_below, write_naive, write_run

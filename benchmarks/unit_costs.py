@@ -46,7 +46,7 @@ from schemas.recipe.sections import Inference
 SIZE: Final = 8
 GROUPS: Final = 16
 TIMES: Final = 50
-REQUESTS: Final = ("read", "create", "put", "put_file", "put_pieces", "fetch_file", "size", "children", "list")
+REQUESTS: Final = ("read", "create", "put", "put_file", "put_pieces", "fetch_file", "size", "children")
 ITERATIONS: Final = 6
 
 

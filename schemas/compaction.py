@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field
 
-from schemas.manifest import FileRef, Provenance, Record, StoredRecord
+from schemas.manifest import FileRef, Provenance
+from schemas.record import Record, StoredRecord
 
 #: The tables that are merged by default: scalars only, no texts and no tokens.
 SCALAR_TABLES: Final = ("scalars", "train_steps", "train_samples", "publish")
 
 
-#: Digests of parts of a file, which earlier versions recorded.
-_FORMER: Final = frozenset({"footer", "footer_sha256", "chunks"})
-
-
 class CompactFile(FileRef):
     """A Parquet file of a merged table."""
 
-    rows: int
+    model_config = ConfigDict(extra="ignore")  # earlier versions recorded digests of parts of a file
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if k not in _FORMER} if isinstance(value, dict) else value
+    rows: int
 
 
 class CompactTable(Record):

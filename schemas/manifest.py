@@ -1,66 +1,15 @@
-"""The JSON records of the store: a file that exists under one of these names is committed.
-
-Schema 2 added a seal to every file, the log, references to children, tags, tombstones and signatures; schema 3 the
-order of a run's prompts; schema 4 the spool, and the groups that an iteration took. Files of earlier schemas are read
-unchanged: every field that they lack has a default.
-"""
+"""The JSON records of the store: a file that exists under one of these names is committed."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-SCHEMA_VERSION: Final = 4
+from schemas.record import Record, StoredRecord
+
 #: The version of the prompt order of new runs (`areal_tasks.data.sampler.permutation`).
 PROMPT_ORDER: Final = 2
-_SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
-
-
-class Record(BaseModel):
-    """A JSON value of the store. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
-
-
-class StoredRecord(Record):
-    """A JSON file of the store, written once. Its seal reveals any altered byte, even if no other file has a digest."""
-
-    schema_version: int = SCHEMA_VERSION
-
-    def encode(self) -> bytes:
-        """The bytes to store and hash: for an earlier schema as its programs wrote them; from schema 2 on sealed."""
-        body = self.model_dump_json(indent=1, exclude_unset=self.schema_version < SCHEMA_VERSION).encode()
-        if self.schema_version < 2:
-            return body
-        return b'{\n "seal": "' + _digest(body) + b'",\n' + body[2:]
-
-    @classmethod
-    def parse(cls, data: bytes) -> Self:
-        """The record in `data`. Does not check its seal."""
-        return cls.model_validate_json(_unsealed(data))
-
-
-def is_sealed(data: bytes) -> bool:
-    """Whether `data` begins with a seal, as every file from schema 2 on does."""
-    return _SEAL.match(data) is not None
-
-
-def seal_holds(data: bytes) -> bool:
-    """Whether the bytes of a file match its seal; False if it has none."""
-    found = _SEAL.match(data)
-    return found is not None and _digest(_unsealed(data)) == found.group(1)
-
-
-def _unsealed(data: bytes) -> bytes:
-    found = _SEAL.match(data)
-    return data if found is None else b"{\n" + data[found.end() :]
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).hexdigest().encode()
 
 
 class FileRef(Record):
@@ -132,7 +81,7 @@ class StageManifest(StoredRecord):
     digest: str = Field(description="content digest over the tables' digests")
     inputs: tuple[InputRef, ...]
     tables: dict[str, TableRef]
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default={})
     provenance: Provenance
 
 
@@ -352,7 +301,7 @@ class SpoolRecord(StoredRecord):
     made_with: str = Field(default="", description="digest of the settings that decide what a group contains")
     finished: tuple[SpooledGroup, ...] = ()
     rejected: tuple[RejectedGroup, ...] = ()
-    tables: dict[str, TableRef] = {}
+    tables: dict[str, TableRef] = Field(default={})
     provenance: Provenance
 
 
@@ -367,7 +316,7 @@ class LogRecord(StoredRecord):
     time: str
     pid: int
     prefect_flow_run_id: str = ""
-    details: dict[str, bool | int | float | str] = {}
+    details: dict[str, bool | int | float | str] = Field(default={})
     previous: str = Field(default="", description="SHA-256 of the bytes of the record before it")
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import find_reference, write_reference
-from areal_tasks.store.objects.files import materialise, read_weights, upload, written_weights
+from areal_tasks.store.objects.files import materialise, read_weights, upload
 from areal_tasks.store.paths import run_record
+from areal_tasks.store.reachable import written_weights
 from areal_tasks.store.retention.tombstones import check_kept, check_run_kept
 from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError

@@ -25,7 +25,7 @@ from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.keys import combine_digests
-from areal_tasks.store.objects.files import written_weights
+from areal_tasks.store.reachable import written_weights
 from areal_tasks.store.runs import Run
 from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRef
 

@@ -29,11 +29,15 @@ from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.evaluations import EVALUATING, evaluated_weights, pending_evaluation
-from areal_tasks.store.objects.files import newest_written
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.reachable import published_weights
+from areal_tasks.store.reachable import (
+    EVALUATING,
+    evaluated_weights,
+    newest_written,
+    pending_evaluation,
+    published_weights,
+)
 from areal_tasks.store.retention.compact import Compactor
 from areal_tasks.store.runs import Run
 from schemas.manifest import IterationCommit, StageRef, WeightsRef

@@ -17,9 +17,9 @@ from areal_tasks.stages.graphs import iteration_plan, stages
 from areal_tasks.stages.loop import Loop
 from areal_tasks.stages.planner import Plan, plan
 from areal_tasks.stages.stage import Context, Kind, Stage
-from areal_tasks.store.evaluations import stages_of
 from areal_tasks.store.fork import MAX_LOGPROB_GAP, Origin, ReplayStart, find_reference, origin_of, parent_values
 from areal_tasks.store.keys import semantic_values
+from areal_tasks.store.reachable import stages_of
 from areal_tasks.store.runs import CommittedStage, Run
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, StageRef, WeightsRef

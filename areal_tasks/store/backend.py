@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import unquote, urlsplit
 
-from pyarrow.fs import FileSelector, FileSystem, FileType
+from pyarrow.fs import FileSystem
 
 from areal_tasks.store.in_flight import LEDGER
 from schemas.errors import UserError
@@ -141,13 +141,6 @@ class Store(ABC):
         except Missing:
             return False
         return True
-
-    def list(self, prefix: str) -> list[str]:
-        """Paths of all objects below the folder `prefix`, sorted; empty if there is none."""
-        filesystem, root = self.arrow()
-        found = filesystem.get_file_info(FileSelector(f"{root}/{prefix}", recursive=True, allow_not_found=True))
-        shown = (info for info in found if info.type == FileType.File and not info.base_name.startswith("."))
-        return sorted(info.path.removeprefix(f"{root}/") for info in shown)
 
 
 def damaged(store: Store, path: str, how: str) -> StoreError:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -17,13 +18,12 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import StoreError
-from areal_tasks.store.commit import read_verified
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.commit import bytes_digest, read_record, read_verified
 from areal_tasks.store.objects.scanned_files import read_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import utc
 from areal_tasks.store.reachable import Reached, reachable
-from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_number
 from schemas.compaction import CompactFile, Compaction
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Refs = Reached[StageRef]
 DERIVED: Final = {"commits": COMMITS, "stages": STAGES, "shards": SHARDS}
+_COMPACTION: Final = re.compile(r"(\d{6,})-(\d{6,})-(\d{3,})-[0-9a-f]+\.json")  # of an attempt; formerly a digest
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Region:
     first: int
     stop: int
     compaction: Compaction | None = None
+    known: dict[str, Selected] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def commits(self) -> list[IterationCommit]:
@@ -65,20 +67,13 @@ class Region:
         known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
         return {path: found for path, found in reachable(self.commits, StageRef).items() if path not in known}
 
-    @cached_property
-    def everything(self) -> list[Selected]:
-        """All manifests first selected in this region. Read this first where many of them are needed: it is cached."""
-        return self._read(list(self.refs))
-
     def selected(self, stages: Set[str] | None = None) -> list[Selected]:
-        """The manifests first selected in this region, of these stages (None: of all)."""
-        if stages is None or "everything" in self.__dict__:
-            return [found for found in self.everything if stages is None or found.manifest.stage in stages]
-        return self._read([path for path, (ref, _) in self.refs.items() if ref.stage in stages])
-
-    def _read(self, wanted: list[str]) -> list[Selected]:
-        manifests = read_manifests(self.run, self.refs, wanted)
-        return [Selected(path, m, self.refs[path][1]) for path, m in zip(wanted, manifests, strict=True)]
+        """The manifests first selected in this region, of these stages (None: of all). Each is read once."""
+        wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
+        fresh = [path for path in wanted if path not in self.known]
+        for path, manifest in zip(fresh, read_manifests(self.run, self.refs, fresh), strict=True):
+            self.known[path] = Selected(path, manifest, self.refs[path][1])
+        return [self.known[path] for path in wanted]
 
     def shards(self, stages: Set[str], table: str) -> Iterator[tuple[int, ShardRef]]:
         """The shards of a table that these stages write, with their iterations, in order."""
@@ -263,3 +258,52 @@ _DERIVE: Final[dict[str, Callable[[Region], list[dict[str, Any]]]]] = {
     "stages": lambda region: [_stage_row(found) for found in region.selected()],
     "shards": lambda region: [row for found in region.selected() for row in _shard_rows(found)],
 }
+
+
+# ── which parts of a history are compacted ────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class CompactionName:
+    """A compaction as the name of its record describes it."""
+
+    path: str
+    first: int
+    stop: int
+    generation: int
+
+
+def list_compactions(store: Store, run: str) -> list[CompactionName]:
+    """The compactions in the run's folder. If the listing lacks some, queries only take longer."""
+    matches = (_COMPACTION.fullmatch(name) for name in store.children(paths.compactions(run)))
+    return [CompactionName(f"{paths.compactions(run)}/{m[0]}", int(m[1]), int(m[2]), int(m[3])) for m in matches if m]
+
+
+def valid_compactions(run: Run) -> list[Compaction]:
+    """The largest valid compactions of the run's history, in order and without overlap.
+
+    A parent's compactions count if they end no later than where the child begins.
+    """
+    found, covered = list[Compaction](), 0
+    for candidate in _candidates(run):
+        if candidate.first >= covered and (record := _valid(run, candidate)) is not None:
+            found.append(record)
+            covered = record.stop
+    return found
+
+
+def _candidates(run: Run) -> list[CompactionName]:
+    """Compactions of this run and its parents, by first iteration, the longest first, then the newest."""
+    own = list_compactions(run.store, run.name)
+    inherited = [c for c in _candidates(run.parent) if c.stop <= run.first] if run.parent else []
+    return sorted([*own, *inherited], key=lambda c: (c.first, -c.stop, c not in own, -c.generation))
+
+
+def _valid(run: Run, name: CompactionName) -> Compaction | None:
+    """The record, if its seal holds and its last commit is this run's; else None."""
+    try:
+        record = read_record(run.store, name.path, Compaction)
+        last = bytes_digest(run.store, run.commit_path(record.stop - 1))
+    except StoreError:  # damaged, of a newer schema, or removed since
+        return None
+    return record if (record.first, record.stop, record.last) == (name.first, name.stop, last) else None

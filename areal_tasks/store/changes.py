@@ -16,7 +16,6 @@ from areal_tasks.store.commit import commit_once, find_record, new_attempt
 from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.provenance import now
 from schemas.manifest import Change, ChangeRecord, Segment
-from schemas.recipe.recorded import read_recorded, value_at
 
 
 def last_change(segments: Sequence[Segment]) -> int:
@@ -27,13 +26,6 @@ def last_change(segments: Sequence[Segment]) -> int:
 def changed_fields(segments: Sequence[Segment]) -> list[str]:
     """The dotted paths of the fields that changes have set."""
     return sorted({path for segment in segments if segment.change for path in segment.change.values})
-
-
-def changed_values(segments: Sequence[Segment]) -> dict[str, Any]:
-    """These fields with their values in the last segment."""
-    fields = changed_fields(segments)
-    recipe = read_recorded(segments[-1].recipe) if fields else {}
-    return {path: value_at(recipe, path) for path in fields}
 
 
 def find_change(store: Store, run: str, n: int) -> Change | None:

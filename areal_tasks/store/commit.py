@@ -11,7 +11,9 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
-from schemas.manifest import SCHEMA_VERSION, ClaimedRecord, StoredRecord, is_sealed, seal_holds
+from areal_tasks.store.parallel import parallel
+from schemas.manifest import ClaimedRecord
+from schemas.record import SCHEMA_VERSION, StoredRecord, is_sealed, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
 C = TypeVar("C", bound=ClaimedRecord)
@@ -73,6 +75,12 @@ def find_record(store: Store, path: str, model: type[R]) -> R | None:
         return read_record(store, path, model)
     except Missing:
         return None
+
+
+def read_folder(store: Store, folder: str, model: type[R]) -> list[R]:
+    """The records directly in `folder`, by name; a record that has just been created may be missing."""
+    names = [name for name in store.children(folder) if name.endswith(".json")]
+    return parallel(lambda name: read_record(store, f"{folder}/{name}", model), names)
 
 
 def read_verified(store: Store, path: str, sha256: str, model: type[R]) -> R:

@@ -16,11 +16,11 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, NewerSchema, Store, StoreError, Unavailable, open_store
 from areal_tasks.store.commit import commit_once, find_record, new_attempt
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.objects.files import newest_written, read_weights
+from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import check_file, check_size
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.reachable import files_of, published_weights
+from areal_tasks.store.reachable import files_of, newest_written, published_weights
 from areal_tasks.store.retention.tombstones import check_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, Reference, RunRecord, WeightsRef
@@ -115,15 +115,10 @@ def check_iteration(parent: Run, iteration: int) -> None:
     if iteration > committed:
         has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
         raise UserError(f"Run {parent.name!r} {has}: fork it at 0 to {committed}, not at {iteration}.")
-    if iteration:
-        _check_trained(parent.run_of_iteration(iteration - 1), iteration)
-
-
-def _check_trained(run: Run, iteration: int) -> None:
-    record = run.record
-    if record.replay_until:
+    record = parent.run_of_iteration(max(iteration - 1, 0)).record
+    if iteration and record.replay_until:
         raise UserError(
-            f"Run {run.name!r} is a replay that ends with {record.replay_until} and trained nothing, so no run can "
+            f"Run {record.run!r} is a replay that ends with {record.replay_until} and trained nothing, so no run can "
             f"continue from its iteration {iteration}: replay it from train, or fork {record.parent!r}."
         )
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.changes import changed_values
+from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import find_record, read_record
 from areal_tasks.store.fork import Origin, check_origin, origin_of
 from areal_tasks.store.keys import semantic_values
@@ -22,7 +22,7 @@ from areal_tasks.store.search import checked_last_number, missing_before
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe
-from schemas.recipe.recorded import keep_recorded, read_recorded, with_values
+from schemas.recipe.recorded import keep_recorded, read_recorded, value_at, with_values
 
 R = TypeVar("R", bound=BaseRecipe)
 Difference = dict[str, tuple[Any, Any]]  # field -> the run's value, the recipe's value
@@ -56,7 +56,9 @@ class StoredRun:
     @property
     def changed(self) -> dict[str, Any]:
         """The fields that `arealflow set` has changed in the run, with their values, by dotted path."""
-        return changed_values(self.segments)
+        fields = changed_fields(self.segments)
+        recipe = read_recorded(self.segments[-1].recipe) if fields else {}
+        return {path: value_at(recipe, path) for path in fields}
 
     def recipe_to_continue(self, recipe: R) -> tuple[R, dict[str, Any]]:
         """`recipe` with the fields that `changed`, and with recorded values where only a default has changed since.

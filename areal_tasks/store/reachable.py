@@ -7,10 +7,11 @@ the spool and of compactions name files, which lie in folders of attempts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.objects.files import weights_ref
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_table
@@ -71,3 +72,50 @@ def attempts_of(path: str, record: StageManifest | WeightsManifest | SpoolRecord
     """The folders of the files that the record at `path` names; its own attempt's too, even if that holds none."""
     own = f"{path.rsplit('/', 1)[0]}/attempt={record.attempt}"
     return {own, *(paths.attempt_folder(file.path) for file in files_of(record))}
+
+
+# ── what a later commit names: with η > 0, weights are written and evaluations end after that of their iteration ──────
+
+
+#: Key in the state of a commit: the iteration (and version of the weights) whose evaluation has not ended.
+EVALUATING: Final = "evaluating"
+
+
+def newest_written(run: Run, head: IterationCommit) -> WeightsRef | None:
+    """The newest written weights that `head` or an earlier commit names; looks back one write interval at most."""
+    commit = head
+    while not commit.weights.written and commit.published is None and commit.iteration:
+        commit = run.commit(commit.iteration - 1)
+    return commit.weights if commit.weights.written else commit.published
+
+
+def written_weights(run: Run, commit: IterationCommit) -> WeightsRef:
+    """The weights that an iteration made, as the store has them: with η > 0 the next commit may name them."""
+    if not commit.weights.written:
+        with suppress(Missing):
+            return run.commit(commit.iteration + 1).published or commit.weights
+    return commit.weights
+
+
+def pending_evaluation(commit: IterationCommit) -> int | None:
+    """The iteration whose evaluation had not ended at a commit."""
+    return commit.state.get(EVALUATING)
+
+
+def stages_of(run: Run, commit: IterationCommit) -> list[StageRef]:
+    """The stages that a commit names, and the evaluation of its iteration that a later one names."""
+    k, later = commit.iteration, commit
+    with suppress(Missing):
+        while pending_evaluation(later) == k:
+            later = run.commit(later.iteration + 1)
+    folder = f"{paths.iteration(commit.run, k)}/stage=evaluate/"
+    late = [ref for ref in later.stages if later is not commit and ref.path.startswith(folder)]
+    return [*commit.stages, *late]
+
+
+def evaluated_weights(run: Run, k: int, initial: WeightsRef) -> tuple[WeightsRef, WeightsRef]:
+    """The weights with which the committed iteration `k` began: as its stages name them, and as the store has them."""
+    if k == 0:
+        return initial, initial
+    before, restored = run.commit(k - 1), run.commit(k).restored
+    return (restored, restored) if restored else (before.weights, written_weights(run, before))

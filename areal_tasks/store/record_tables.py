@@ -48,15 +48,11 @@ def spool_table(run: Run) -> pa.Table:
     for record in read_spool(run.store, run.name):
         place = {"start": record.start, "record": record.n, "written": utc(record.provenance.committed)}
         groups: list[SpooledGroup | RejectedGroup] = [*record.finished, *record.rejected]
-        rows |= {group.index: _group_row(group) | place for group in groups}
+        rows |= {g.index: {"group_id": g.index} | g.model_dump(exclude={"index"}) | place for g in groups}
     head = run.head() if rows else None
     settled, version = settled_after(head), head.weights.version if head else 0
     complete = (row | _group_state(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
     return pa.Table.from_pylist(list(complete), schema=SPOOL)
-
-
-def _group_row(group: SpooledGroup | RejectedGroup) -> dict[str, Any]:
-    return {"group_id": group.index} | group.model_dump(exclude={"index"})
 
 
 def _group_state(row: dict[str, Any], settled: bool, version: int) -> dict[str, Any]:
@@ -108,7 +104,9 @@ def may_be_running(run: Run) -> bool:
 def starts_table(catalog: Catalog) -> pa.Table:
     """The rows of the view `starts`: of this run, not of its parents."""
     run = catalog.run
-    commits, asked = last_commits(catalog), _requested_by_recipe(run)
+    commits, asked = _last_commits(catalog), 0
+    if run.segments and run.record.kind != "replay":  # which may have no engines
+        asked = requested_gpus(read_recorded(run.segments[-1].recipe))
     lines: dict[Any, dict[str, LogRecord]] = {}
     for line in read_log(run.store, run.name):
         lines.setdefault(line.details.get("owner"), {})[line.action] = line
@@ -116,7 +114,7 @@ def starts_table(catalog: Catalog) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=STARTS)
 
 
-def last_commits(catalog: Catalog) -> dict[int, datetime]:
+def _last_commits(catalog: Catalog) -> dict[int, datetime]:
     """When each start of the run last committed a stage or an iteration, for those that committed any."""
     tables = [t.select(["run", "owner", "committed"]) for t in map(catalog.rows, ("stages", "commits"))]
     own = pa.concat_tables(tables).filter(pc.field("run") == catalog.run.name)
@@ -147,12 +145,6 @@ def placed_gpus(line: LogRecord) -> set[str]:
     """The GPUs that a line `placed` names, each once: services may share one."""
     services = (gpus for name, gpus in line.details.items() if name != "owner")
     return {gpu for gpus in services for gpu in str(gpus).split("+")}
-
-
-def _requested_by_recipe(run: Run) -> int:
-    """The number of GPUs of a start whose placement is not in the log; 0 for a replay, which may have no engines."""
-    known = run.segments and run.record.kind != "replay"
-    return requested_gpus(read_recorded(run.segments[-1].recipe)) if known else 0
 
 
 def requested_gpus(recipe: Mapping[str, Any]) -> int:

@@ -154,7 +154,7 @@ class Run:
 
         Raises:
             Superseded: a later start of the flow owns the run, or has committed this iteration already.
-            Behind: an earlier start, now superseded, committed this iteration while this one was building it.
+            HeadMoved: an earlier start, now superseded, committed this iteration while this one was building it.
             ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()
@@ -207,8 +207,7 @@ class Run:
         try:
             data = self.store.read(path)
         except Missing:
-            before_fork = k < self.first and self.parent is not None
-            return self.parent.find_stage(k, stage, key) if before_fork and self.parent else None
+            return self.parent.find_stage(k, stage, key) if self.parent is not None and k < self.first else None
         manifest = decode(self.store, path, StageManifest, data)
         return CommittedStage(manifest, stage_ref(path, manifest, data))
 

@@ -6,6 +6,7 @@ would continue there and contradict the records that follow. So later numbers ar
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -24,11 +25,8 @@ def last_present(present: Callable[[int], bool], first: int) -> int:
     step = 1
     while present(first + step - 1):
         step *= 2
-    low, high = first + step // 2 - 1, first + step - 1  # low is present (or first - 1), high is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if present(middle) else (low, middle)
-    return low
+    known = range(first + step // 2, first + step - 1)  # the one before is present (or first - 1), the one after is not
+    return known.start - 1 + bisect(known, False, key=lambda n: not present(n))
 
 
 def last_number(store: Store, path: Callable[[int], str], first: int = 1) -> int:

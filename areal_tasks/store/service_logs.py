@@ -10,7 +10,7 @@ import ctypes
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Exists, Missing, Store
-from areal_tasks.store.commit import read_record
+from areal_tasks.store.backend import Exists, Store
+from areal_tasks.store.commit import find_record
 from areal_tasks.store.objects.inventory import entries
 from schemas.manifest import OwnerRecord
 
@@ -142,9 +142,10 @@ def service_logs(store: Store, run: str, folder: Path) -> list[ServiceLog]:
 
     The store has all but their last minute; the rest is read from `folder` where this machine is the flow's.
     """
-    stored, here = _stored(store, run), _here(store, run, folder)
-    found = (_joined(name, stored.get(name, ()), here.get(name)) for name in stored.keys() | here.keys())
-    return sorted(found, key=lambda log: log.name)
+    sizes = {entry.path: entry.bytes for entry in entries(store, paths.logs(run))}
+    parts, here = stored_parts(sizes), _here(store, run, folder)
+    names = sorted(parts.keys() | here.keys())
+    return [_joined(store, name, parts.get(name, {}), sizes, here.get(name)) for name in names]
 
 
 def stored_parts(parts: Iterable[str]) -> dict[LogName, dict[int, str]]:
@@ -157,46 +158,32 @@ def stored_parts(parts: Iterable[str]) -> dict[LogName, dict[int, str]]:
     return found
 
 
-def _stored(store: Store, run: str) -> dict[LogName, Sequence[Piece]]:
-    listed = {entry.path: entry.bytes for entry in entries(store, paths.logs(run))}
-    found: dict[LogName, Sequence[Piece]] = {}
-    for name, parts in stored_parts(listed).items():
-        pieces, start = [], 0
-        for n in takewhile(parts.__contains__, count()):
-            stop = start + listed[parts[n]]
-            pieces.append(Piece(start, stop, partial(store.read, parts[n])))
-            start = stop
-        found[name] = pieces
-    return found
-
-
 def _here(store: Store, run: str, folder: Path) -> dict[LogName, Path]:
     """The logs of the run's services that lie on this machine."""
     found = local_logs(folder / run)
-    mine = {owner for owner in {name.owner for name in found} if _host(store, run, owner) == socket.gethostname()}
+    owners = {n: find_record(store, paths.owner(run, n), OwnerRecord) for n in {name.owner for name in found}}
+    mine = {n for n, owner in owners.items() if owner is not None and owner.host == socket.gethostname()}
     return {name: file for name, file in found.items() if name.owner in mine}
 
 
-def _host(store: Store, run: str, owner: int) -> str:
-    with suppress(Missing):
-        return read_record(store, paths.owner(run, owner), OwnerRecord).host
-    return ""
-
-
-def _joined(name: LogName, stored: Sequence[Piece], file: Path | None) -> ServiceLog:
-    at = stored[-1].stop if stored else 0
+def _joined(
+    store: Store, name: LogName, parts: Mapping[int, str], sizes: Mapping[str, int], file: Path | None
+) -> ServiceLog:
+    """A log whose parts in the store have these sizes, and what `file` has beyond them."""
+    pieces, at = list[Piece](), 0
+    for path in (parts[n] for n in takewhile(parts.__contains__, count())):
+        pieces.append(Piece(at, at + sizes[path], partial(store.read, path)))
+        at = pieces[-1].stop
     size = file.stat().st_size if file else 0
     if file is None or size < at:  # a shorter file is of another run of this name
-        return ServiceLog(name, tuple(stored))
-    starts = range(at, size, PART_BYTES)
-    pieces = [_local(file, start, min(size, start + PART_BYTES)) for start in starts]
-    return ServiceLog(name, (*stored, *pieces), file)
+        return ServiceLog(name, tuple(pieces))
+    for start in range(at, size, PART_BYTES):
+        stop = min(size, start + PART_BYTES)
+        pieces.append(Piece(start, stop, partial(_read, file, start, stop)))
+    return ServiceLog(name, tuple(pieces), file)
 
 
-def _local(file: Path, start: int, stop: int) -> Piece:
-    def read() -> bytes:
-        with file.open("rb") as opened:
-            opened.seek(start)
-            return opened.read(stop - start)
-
-    return Piece(start, stop, read)
+def _read(file: Path, start: int, stop: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(start)
+        return opened.read(stop - start)

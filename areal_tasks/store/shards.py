@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +41,7 @@ def write_table(
     _check(name, table)
     step = _rows_per_shard(table, max_rows)
     starts = range(0, max(table.num_rows, 1), step)
-    parts = [(f"{prefix}/{_file(file or name, i)}", table.slice(start, step)) for i, start in enumerate(starts)]
+    parts = [(f"{prefix}/{file or name}-{i:05d}.parquet", table.slice(start, step)) for i, start in enumerate(starts)]
     shards = parallel(lambda part: _write_shard(store, *part), parts)
     return TableRef(name=name, digest=content_digest(table), shards=tuple(shards))
 
@@ -78,10 +78,6 @@ def schema_of(name: str, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([TABLES[name].field(column) for column in columns])
 
 
-def _file(name: str, index: int) -> str:
-    return f"{name}-{index:05d}.parquet"
-
-
 def _rows_per_shard(table: pa.Table, max_rows: int) -> int:
     row_bytes = table.nbytes // max(table.num_rows, 1) + 1
     return max(1, min(max_rows, _SHARD_BYTES // int(row_bytes)))
@@ -99,11 +95,12 @@ def shard_ref(path: str, data: bytes, table: pa.Table) -> ShardRef:
     return ShardRef(path=path, sha256=digest, bytes=len(data), rows=table.num_rows, tokens=_tokens(table))
 
 
-def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
+def encode(table: pa.Table, **layout: Any) -> bytes:
     """The table as the bytes of a Parquet file that can be verified in parts: SQL reads few columns of a large one.
 
     Each page has a CRC-32, and the footer a SHA-256 before it, for which Parquet has no place. Readers find the footer
     from the file's end, and the pages by their offsets in it, so they ignore what lies between.
+    `layout`: options of Parquet that differ from those of a shard.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(
@@ -112,7 +109,7 @@ def encode(table: pa.Table, layout: Mapping[str, Any] | None = None) -> bytes:
         compression="zstd",
         compression_level=1,
         write_page_checksum=True,
-        **layout or _layout(table.schema),
+        **_layout(table.schema) | layout,
     )
     data = memoryview(sink.getvalue())
     footer = len(data) - int.from_bytes(data[-8:-4], "little") - 8

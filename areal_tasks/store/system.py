@@ -6,7 +6,6 @@ a user watches, for which `arealflow top` writes numbered records too.
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Store
 from areal_tasks.store.commit import read_record, verified
+from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
@@ -94,10 +94,7 @@ def system_table(run: Run) -> pa.Table:
 
 def watch(store: Store, run: str, owner: int) -> None:
     """Request that this start of the flow stores its samples immediately, for a while."""
-    record = WatchRecord(user=getpass.getuser(), provenance=make_provenance(owner, now())).encode()
-    n = last_number(store, partial(paths.watch, run, owner))
-    while True:
-        n += 1
-        with suppress(Exists):
-            store.create(paths.watch(run, owner, n), record)
-            return
+    record = WatchRecord(user=current_user(), provenance=make_provenance(owner, now())).encode()
+    n = last_number(store, partial(paths.watch, run, owner)) + 1
+    with suppress(Exists):  # another user watches since just now
+        store.create(paths.watch(run, owner, n), record)

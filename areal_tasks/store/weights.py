@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.commit import commit_once, find_record, new_attempt, read_folder
 from areal_tasks.store.history.journal import append_log, current_user
-from areal_tasks.store.objects.files import common_folder, materialise, read_weights
+from areal_tasks.store.objects.files import common_folder, have_file, read_weights
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import history, published_weights
@@ -79,13 +78,8 @@ def export_weights(store: Store, ref: WeightsRef, into: Path) -> int:
     """
     if into.exists() and any(into.iterdir()):
         raise UserError(f"{into} is not empty: name a folder that is, or that does not exist yet")
-    into.mkdir(parents=True, exist_ok=True)
     files = read_weights(store, ref).files
-    folder = materialise(store, files, into, verify=True)
-    for file in files if folder != into else ():
-        name = file.path.removeprefix(f"{common_folder(files)}/")
-        (into / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, into / name)
+    parallel(lambda file: have_file(store, file, into / file.path.removeprefix(f"{common_folder(files)}/")), files)
     return sum(file.bytes for file in files)
 
 
@@ -108,7 +102,7 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
 def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag]) -> WeightsVersion:
     mine = [tag.tag for tag in tags if (tag.version, tag.weights_attempt) == (ref.version, ref.attempt)]
     manifest = find_record(store, ref.path, WeightsManifest) if ref.written else None
-    removed = find_weights_tombstone(store, ref) if ref.written else None
+    removed = find_weights_tombstone(store, ref)
     return WeightsVersion(
         version=ref.version,
         attempt=ref.attempt,
@@ -197,8 +191,7 @@ def protect_weights(store: Store, run: str, ref: WeightsRef) -> Tag:
 
 def read_tags(store: Store, run: str) -> list[Tag]:
     """All tags of `run`, protections included, by name."""
-    names = [name for name in store.children(f"{run}/tags") if name.endswith(".json")]
-    return parallel(lambda name: read_record(store, f"{run}/tags/{name}", Tag), names)
+    return read_folder(store, f"{run}/tags", Tag)
 
 
 def find_tag(store: Store, run: str, name: str) -> Tag | None:

@@ -143,7 +143,7 @@ def _remove_items(store: Store, items: Sequence[Removal], rule: RetentionRule) -
         if item.kind == "run":
             remove_run(store, item, rule.older_than)
     runs = [item for item in items if item.kind == "run"]
-    return [*runs, *remove_planned(store, [item for item in items if item.kind != "run"])]
+    return [*runs, *remove_planned(store, [item for item in items if item.kind != "run"], rule)]
 
 
 def _item_row(item: Removal, removed: bool) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _item_row(item: Removal, removed: bool) -> dict[str, Any]:
         "run": item.run,
         "kind": item.kind,
         "path": item.path,
-        "version": item.version.version if item.version else None,
+        "version": item.version,
         "files": len(item.files),
         "bytes": item.bytes,
         "why": item.why,

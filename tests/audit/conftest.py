@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
     append_log(run.store, "small", "started", {"owner": 1, "iterations": 0, "head": run.digest_before(0)})
     tag_weights(run.store, "small", "first", run.commit(0).weights)
     catalog = Catalog(run)
-    compact(run, catalog, catalog.regions)
+    compact(catalog, catalog.regions)
     append_log(run.store, "small", "finished", {"owner": 1, "iterations": 2, "head": run.digest_before(2)})
 
 

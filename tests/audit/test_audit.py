@@ -21,7 +21,7 @@ from areal_tasks.store.query import run_sql
 from areal_tasks.store.run_list import list_runs
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
-from schemas.manifest import SCHEMA_VERSION
+from schemas.record import SCHEMA_VERSION
 
 
 def defects(report: AuditReport) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests, drive, finished, start_driver, store_in, tiny
+from store_listing import listed
 from waiting import rendezvous
 from warm_processes import Process
 
@@ -24,7 +25,7 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import append_log, read_log
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
-from areal_tasks.store.retention import gc, gc_live
+from areal_tasks.store.retention import gc
 from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.retention.gc import Removal, RetentionRule, _attempts, _used_by_stages, plan_removals
 from areal_tasks.store.retention.gc_live import read_run_files
@@ -74,7 +75,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def versions(items: list[Removal], kind: str) -> list[int]:
-    return sorted(item.version.version for item in items if item.version and item.kind == kind)
+    return sorted(item.version for item in items if item.version is not None and item.kind == kind)
 
 
 def on_disk(store: Store, run: str, kind: str = "weights") -> list[int]:
@@ -102,7 +103,7 @@ def test_what_a_crash_left_behind_goes_once_the_run_has_ended(folder: Path) -> N
     assert sorted(item.path for item in plan_removals(store, AT_ONCE)) == sorted(item.path for item in found)
     store.put("r/iteration=000002/stage=train/attempt=new/x.parquet", b"mine")
     assert len(plan_removals(store, AT_ONCE)) == 3, "what the last start wrote stays, while it may be at work"
-    assert len(remove_planned(store, found)) == 3
+    assert len(remove_planned(store, found, AT_ONCE)) == 3
     assert [line.action for line in read_log(store, "r")] == ["finished", "removed", "removed"]
     report = audit(store, "r")
     assert report.sound and report.unselected_files == 1
@@ -114,15 +115,15 @@ def test_an_attempt_that_was_committed_after_all_stays(folder: Path) -> None:
     data = store.read(ref.path)
     Path(store.uri(ref.path)).unlink()
     [item] = [item for item in plan_removals(store, AT_ONCE) if "stage=verify" in item.path]
-    store.create(ref.path, data)  # a writer that was valid_compactions dead
-    assert remove_planned(store, [item]) == [] and audit(store, "r").sound
+    store.create(ref.path, data)  # a writer that was taken for dead
+    assert remove_planned(store, [item], AT_ONCE) == [] and audit(store, "r").sound
 
 
 def test_old_versions_go_and_the_run_is_audited_and_goes_on(folder: Path, expected: Digests) -> None:
     store, root = store_in(folder), audit(store_in(folder), "r").root
     found = plan_removals(store, NEWEST)
     assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 2, 3], [1, 2, 3])
-    assert remove_planned(store, found) == found
+    assert remove_planned(store, found, NEWEST) == found
     assert (on_disk(store, "r"), on_disk(store, "r", "checkpoints")) == ([0, 4], [4])
     report = audit(store, "r")
     assert report.sound and report.root == root and len(report.removed) == 6
@@ -170,7 +171,7 @@ def test_what_a_fork_needs_stays_and_a_fork_of_what_is_gone_is_refused(folder: P
     open_run(store, "child", short(), origin=Origin("r", 2))
     found = plan_removals(store, NEWEST)
     assert (versions(found, "weights"), versions(found, "checkpoint")) == ([1, 3], [1, 3])
-    remove_planned(store, found)
+    remove_planned(store, found, NEWEST)
     with pytest.raises(UserError, match=r"weights of version 3 of run 'r' were removed .*--keep-weights 1"):
         open_run(store, "late", short(), origin=Origin("r", 3))
     assert store.exists(paths.run_record("child")) and not store.exists(paths.run_record("late"))
@@ -214,15 +215,15 @@ def test_weights_that_another_run_began_with_stay(folder: Path) -> None:
 
 def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, found = store_in(folder), plan_removals(store_in(folder), NEWEST)
-    needed = gc_live.needed_weights
+    needed = gc.needed_weights
 
     def late(*arguments: object) -> set[str]:
         with pytest.raises(UserError, match="weights of version 2 of run 'r' were removed"):
             tag_weights(store, "r", "late", weights_of(store, 2))
         return needed(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("areal_tasks.store.retention.gc_remove.needed_weights", late)
-    gone = remove_planned(store, found)
+    monkeypatch.setattr(gc, "needed_weights", late)
+    gone = remove_planned(store, found, NEWEST)
     assert versions(gone, "weights") == [1, 3] and 2 in on_disk(store, "r")
     report = audit(store, "r")
     assert report.sound and len(report.removed) == 5, "the tombstone of version 2 was taken back"
@@ -258,7 +259,7 @@ def collect(folder: Path) -> None:
     store = store_in(folder)
     while True:
         try:
-            remove_planned(store, plan_removals(store, NEWEST))
+            remove_planned(store, plan_removals(store, NEWEST), NEWEST)
         except StoreError as error:
             if "does not exist" not in str(error):  # a file that its writer has just given its name
                 raise
@@ -275,7 +276,7 @@ def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expecte
     collector.wait()
     store = store_in(tmp_path)
     assert digests(tmp_path, "r") == expected
-    remove_planned(store, plan_removals(store, NEWEST))
+    remove_planned(store, plan_removals(store, NEWEST), NEWEST)
     report = audit(store, "r")
     assert report.sound and report.removed
     assert on_disk(store, "r") == [0, ITERATIONS + 1]
@@ -297,7 +298,7 @@ def sweep(folders: list[Path]) -> None:
         store = store_in(folder)
         found = plan_removals(store, NEWEST)
         rendezvous(folder, "both")
-        remove_planned(store, found)
+        remove_planned(store, found, NEWEST)
 
 
 def test_a_fork_beside_gc_either_has_what_it_needs_or_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ def test_a_removal_that_was_interrupted_is_finished(folder: Path) -> None:
     store.put("r/weights/version=000001/attempt=x/left", b"over")
     assert interrupted_removals(store) == ["r"]
     remove_run(store, plan_run_removal(store, "r", 0.0), 0.0)
-    assert interrupted_removals(store) == [] and not store.list("r/weights")
+    assert interrupted_removals(store) == [] and not listed(store, "r/weights")
 
 
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
@@ -380,10 +381,10 @@ def test_a_run_on_s3_is_audited_and_cleared_like_one_on_disk(whole: Path, s3: S3
     time.sleep(1.1)  # S3 tells times in seconds
     open_run(there, "r", short())
     append_log(there, "r", "finished", {"owner": 2})
-    gone = remove_planned(there, plan_removals(there, NEWEST))
+    gone = remove_planned(there, plan_removals(there, NEWEST), NEWEST)
     assert versions(gone, "weights") == [1, 2, 3] and [item.kind for item in gone].count("attempt") == 1
     after = audit(there, "r")
     assert after.sound and after.root == before.root and len(after.removed) == 6
-    shard = next(path for path in there.list("r") if path.endswith(".parquet"))
+    shard = next(path for path in listed(there, "r") if path.endswith(".parquet"))
     there.put(shard, b"PAR1")
     assert [defect.path for defect in audit(there, "r").defects] == [shard]

@@ -25,8 +25,8 @@ def test_a_start_after_gc_finds_what_it_begins_with(tmp_path: Path) -> None:
     head = load_run(store, "r").head()
     assert head is not None and not head.weights.written and head.published is not None
     append_log(store, "r", "failed", {"owner": 1})
-    removed = remove_planned(store, plan_removals(store, NEWEST))
-    assert head.published.path not in {item.version.path for item in removed if item.version}
+    removed = remove_planned(store, plan_removals(store, NEWEST), NEWEST)
+    assert head.published.path not in {item.manifest for item in removed}
     assert find_weights(load_run(store, "r"), "newest") == head.published
     drive(tmp_path, "r", AHEAD)
     assert audit(store, "r").sound
@@ -39,5 +39,5 @@ def test_weights_that_another_run_began_with_stay(tmp_path: Path) -> None:
     assert load_run(store, "r").commit(2).published == made
     for run in ("r", "next"):
         append_log(store, run, "finished", {"owner": 1})
-    removed = {item.version.path for item in plan_removals(store, NEWEST, "r") if item.version}
+    removed = {item.manifest for item in plan_removals(store, NEWEST, "r") if item.version is not None}
     assert removed and made.path not in removed

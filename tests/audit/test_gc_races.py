@@ -11,11 +11,10 @@ from stage_driver import tiny
 from areal_tasks.engines import models
 from areal_tasks.store import paths, runs
 from areal_tasks.store.backend import Exists, Store
-from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.catalog import Catalog, list_compactions
 from areal_tasks.store.fork import find_reference, write_reference
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.retention.compact import compact
-from areal_tasks.store.retention.compacted import list_compactions
 from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.retention.gc_remove import remove_planned
 from areal_tasks.store.retention.tombstones import write_tombstone
@@ -60,7 +59,8 @@ def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeyp
 def test_a_tag_that_comes_after_the_second_look_of_gc_is_refused(small: Store) -> None:
     Path(small.uri(paths.tag("small", "first"))).unlink()
     ref = load_run(small, "small").commit(0).weights
-    assert remove_planned(small, plan_removals(small, RetentionRule(keep_weights=1, older_than=0.0)))
+    rule = RetentionRule(keep_weights=1, older_than=0.0)
+    assert remove_planned(small, plan_removals(small, rule), rule)
     with pytest.raises(UserError, match="weights of version 1 of run 'small' were removed by"):
         tag_weights(small, "small", "late", ref)
     assert find_tag(small, "small", "late") is not None, "a gc that is about to look again can still see it"
@@ -76,6 +76,6 @@ def test_a_compaction_whose_put_was_sent_twice_is_made(small: Store, monkeypatch
     run, before = load_run(small, "small"), len(list_compactions(small, "small"))
     catalog = Catalog(run)
     monkeypatch.setattr(Store, "create", twice)
-    made = compact(run, catalog, catalog.regions)
+    made = compact(catalog, catalog.regions)
     assert len(list_compactions(small, "small")) == before + 1 and made.stop == 2
     assert audit(small, "small").sound

@@ -20,7 +20,8 @@ from areal_tasks.store.history.journal import append_log, current_user, read_log
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.weights import find_tag, protect_weights, read_tags, tag_weights
 from schemas.errors import UserError
-from schemas.manifest import LogRecord, RunRecord, WeightsRef, seal_holds
+from schemas.manifest import LogRecord, RunRecord, WeightsRef
+from schemas.record import seal_holds
 
 REF = WeightsRef(version=3, attempt="abc", path="r/weights/version=000003/attempt=abc.json", sha256="s", digest="d")
 

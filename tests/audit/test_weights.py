@@ -94,7 +94,8 @@ def test_a_version_that_was_not_written_names_the_nearest_that_was(small: Store)
 def test_a_version_that_gc_removed_says_who_removed_it(small: Store, tmp_path: Path) -> None:
     (Path(small.uri("small/tags/first.json"))).unlink()
     append_log(small, "small", "finished", {"owner": 1})
-    remove_planned(small, plan_removals(small, RetentionRule(keep_weights=1, older_than=0.0)))
+    rule = RetentionRule(keep_weights=1, older_than=0.0)
+    remove_planned(small, plan_removals(small, rule), rule)
     run = load_run(small, "small")
     assert [v.state for v in list_weights(run)] == ["written", "removed", "written"]
     with pytest.raises(UserError, match=r"weights of version 1 of run 'small' were removed by .*--keep-weights 1"):

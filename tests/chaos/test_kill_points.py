@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from matrix import POINTS, Tally, difference
 from scene import INJECT, Bucket
+from store_listing import listed
 from waiting import wait_until
 
 from areal_tasks.store import paths
@@ -45,7 +46,7 @@ def write(folder: Path, path: str, point: dict[str, object]) -> tuple[int, set[s
     process = subprocess.Popen([sys.executable, "-c", f"input()\n{WRITER}", url, path], env=environment, stdin=-1)
     file.write_text(json.dumps(point | {"pid": process.pid}))
     process.communicate(b"\\n")
-    return process.returncode, set(open_store(url).list("r"))
+    return process.returncode, set(listed(open_store(url), "r"))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -16,6 +16,7 @@ import pytest
 from gated_reward import sign
 from prefect_api import ask
 from stage_driver import Digests, digests, drive, store_in, tiny
+from store_listing import listed
 from waiting import wait_until
 
 from areal_tasks.store import paths
@@ -233,13 +234,13 @@ def test_a_zombie_of_an_old_owner_can_change_nothing(scene: Scene, expected: Dig
     scene.gate.unlink()
     assert rlhf(scene.recipe, run="r")["iterations"] == ITERATIONS
     assert digests(scene.folder, "r") == expected
-    before = set(store_in(scene.folder).list("r"))
+    before = set(listed(store_in(scene.folder), "r"))
     os.kill(zombie, signal.SIGCONT)
     wait_until(lambda: not scene.processes(), "the end of the zombie")
     wait_until(lambda: scene.state()["type"] == "FAILED", "its state")
     assert "'r' has been started again since" in scene.state()["message"]
     assert digests(scene.folder, "r") == expected
-    later = {name for name in set(store_in(scene.folder).list("r")) - before if name.endswith("commit.json")}
+    later = {name for name in set(listed(store_in(scene.folder), "r")) - before if name.endswith("commit.json")}
     assert not later
 
 

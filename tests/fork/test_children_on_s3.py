@@ -9,6 +9,7 @@ import pytest
 from replays import kept, replay
 from s3_server import BUCKET, S3Server
 from stage_driver import digests, digests_of, drive, finished, tiny
+from store_listing import listed
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
@@ -100,7 +101,7 @@ def test_a_replay_on_s3(store: Store, folder: Path, start: str, until: str, chan
     name = f"from-{start}{until and f'-{until}'}"
     run = replay(folder, name, kept(start, until=until), change, store=store)
     assert made_by(run, 0) == made_by(run, LONG - 1) == built
-    assert not [path for path in store.list(name) if "stage=rollout" in path]
+    assert not [path for path in listed(store, name) if "stage=rollout" in path]
     check_sound(store, name, "whole")
     titles = [section.title for section in compare_replay(store, name)]
     assert any(title.startswith("verdicts") for title in titles) == (start == "verify")
@@ -118,7 +119,7 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
     roots = {name: audit(store, name).root for name in ("parent", "child")}
     before = {entry.path for entry in entries(store, "parent")}
 
-    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY)) for path in item.files}
+    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY), GREEDY) for path in item.files}
     assert gone and gone <= before
     for name, root in roots.items():
         report = audit(store, name)
@@ -136,7 +137,7 @@ def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Serv
         ended(load_run(store, name))
         remove_run(store, plan_run_removal(store, name, 0.0), 0.0)
     assert find_weights(parent, str(AT)).path == parent.commit(AT - 1).weights.path
-    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY)) for path in item.files}
+    gone = {path for item in remove_planned(store, plan_removals(store, GREEDY), GREEDY) for path in item.files}
     assert {path for files in spared for path in files} <= gone
     assert audit(store, "parent").root == roots["parent"] and audit(store, "parent").sound
 

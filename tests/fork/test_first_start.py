@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from replays import kept
 from stage_driver import drive, store_in, tiny, tiny_sft
+from store_listing import listed
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, check_first_start, loaded_weights
@@ -18,7 +19,8 @@ from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.retention.gc_remove import remove_planned
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.errors import UserError
-from schemas.manifest import SCHEMA_VERSION, IterationCommit
+from schemas.manifest import IterationCommit
+from schemas.record import SCHEMA_VERSION
 
 LAST = 3
 OFTEN = {"recover_within_seconds": 1e-6}
@@ -66,10 +68,10 @@ def test_a_file_that_a_fork_would_load_is_missed_before_it_begins(
     else:
         victim.write_bytes(victim.read_bytes()[:-1])
     store = store_in(folder)
-    before = store.list("")
+    before = listed(store, "")
     with pytest.raises(UserError, match=rf"No child of run '{name}' can begin at iteration 2.*{victim}"):
         open_run(store, "child", load(store, name), origin=Origin(name, 2))
-    assert store.list("") == before
+    assert listed(store, "") == before
 
 
 def test_what_a_newer_program_wrote_asks_for_an_upgrade_not_for_a_backup(folder: Path) -> None:
@@ -125,7 +127,8 @@ def test_a_fine_tuned_model_whose_versions_are_rarely_written(tmp_path: Path) ->
     append_log(run.store, "sft", "finished", {"owner": run.owner})
     assert [run.commit(k).weights.written for k in range(LAST)] == [False, True, True]
     drive(tmp_path, "child", tiny_sft(trainer=rarely), origin=Origin("sft", 1))
-    remove_planned(run.store, plan_removals(run.store, RetentionRule(1, 1, older_than=0.0), "sft"))
+    rule = RetentionRule(1, 1, older_than=0.0)
+    remove_planned(run.store, plan_removals(run.store, rule, "sft"), rule)
     drive(tmp_path, "again", tiny_sft(trainer=rarely), origin=Origin("sft", 1))
     with pytest.raises(UserError, match="version 2 of run 'sft' were removed by"):
         drive(tmp_path, "late", tiny_sft(trainer=rarely), origin=Origin("sft", 2))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_evaluation, tiny_sft
+from store_listing import listed
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, find_reference, inherit_model, read_fork, write_reference
@@ -42,12 +43,12 @@ def store(whole: Path) -> Store:
 
 
 def test_an_unchanged_fork_repeats_its_parent_to_the_bit(whole: Path, store: Store) -> None:
-    before = set(store.list("whole"))
+    before = set(listed(store, "whole"))
     child = drive(whole, "same", tiny(), origin=ORIGIN)
     assert digests(whole, "same") == digests(whole, "whole")
     assert [child.commit(k).run for k in range(3)] == ["whole", "same", "same"]
-    assert {path.split("/")[1] for path in set(store.list("whole")) - before} == {"references", "log"}
-    own = store.list("same")
+    assert {path.split("/")[1] for path in set(listed(store, "whole")) - before} == {"references", "log"}
+    own = listed(store, "same")
     assert not [
         path for path in own if "iteration=000000" in path or "stage=prompts" in path or "version=000000" in path
     ]
@@ -131,7 +132,7 @@ def test_a_fork_at_0_begins_with_its_parents_weights_whatever_became_of_their_so
     drive(tmp_path, "same", recipe, origin=Origin("whole", 0))
     drive(tmp_path, "same-again", recipe, origin=Origin("same", 0))
     assert digests(tmp_path, "same") == digests(tmp_path, "same-again") == digests(tmp_path, "whole")
-    assert not [path for path in store_in(tmp_path).list("same") if "stage=initialise" in path]
+    assert not [path for path in listed(store_in(tmp_path), "same") if "stage=initialise" in path]
     assert audit(store_in(tmp_path), "same").sound
     drive(tmp_path, "afresh", recipe)
     assert dict(digests(tmp_path, "afresh")[0])["initialise"] != dict(digests(tmp_path, "same")[0])["initialise"]
@@ -160,10 +161,10 @@ def test_another_seed_generates_otherwise_and_begins_with_the_parents_weights(wh
     ],
 )
 def test_forks_that_cannot_be(store: Store, name: str, origin: Origin, message: str) -> None:
-    before = store.list("")
+    before = listed(store, "")
     with pytest.raises(UserError, match=message):
         open_run(store, name, tiny(), origin=origin)
-    assert store.list("") == before
+    assert listed(store, "") == before
 
 
 def test_a_child_cannot_begin_with_other_weights(store: Store) -> None:

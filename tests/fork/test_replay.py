@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from replays import kept, replay, segments, without_engines
 from stage_driver import digests, drive, finished, start_driver, store_in, tiny, tiny_sft
+from store_listing import listed
 
 from areal_tasks.engines.session import Engines
 from areal_tasks.stages.replay import loop_of
@@ -49,7 +50,7 @@ def without_evaluations(folder: Path, name: str) -> list[list[tuple[str, str]]]:
 
 
 def services(folder: Path, name: str) -> set[str]:
-    return {path.split("/")[-1] for path in store_in(folder).list(f"{name}/services")}
+    return {path.split("/")[-1] for path in listed(store_in(folder), f"{name}/services")}
 
 
 def test_another_learning_rate_trains_on_the_recorded_rollouts(whole: Path) -> None:
@@ -97,11 +98,11 @@ def test_another_verifier_without_training_needs_no_engine(whole: Path) -> None:
 def test_what_trained_nothing_is_not_forked(whole: Path) -> None:
     """But where it begins: what comes before is another run's, which did train."""
     replay(whole, "untrained", kept("verify", at=1, until="advantage"))
-    before = store_in(whole).list("")
+    before = listed(store_in(whole), "")
     for name, origin in (("no", Origin("untrained", 2)), ("no", kept("train", "untrained", 2))):
         with pytest.raises(UserError, match=r"'untrained' is a replay that ends with advantage .* or fork 'whole'"):
             open_run(store_in(whole), name, tiny(), origin=origin)
-    assert store_in(whole).list("") == before
+    assert listed(store_in(whole), "") == before
     drive(whole, "of-untrained", tiny(), origin=Origin("untrained", 1))
     assert digests(whole, "of-untrained") == digests(whole, "whole")
     with pytest.raises(UserError, match="'untrained' is a replay that ends with advantage"):
@@ -206,7 +207,8 @@ def test_a_replay_that_would_read_what_was_removed_does_not_begin(tmp_path: Path
     append_log(whole.store, "whole", "finished", {"owner": whole.owner})
     replay(tmp_path, "before", kept("train"), LR)
     Path(whole.store.uri(paths.reference("whole", "before"))).unlink()
-    assert execute_gc(whole.store, plan_gc(whole.store, RetentionRule(1, 1, older_than=0.0), "whole"))
+    rule = RetentionRule(1, 1, older_than=0.0)
+    assert execute_gc(whole.store, plan_gc(whole.store, rule, "whole"), rule)
     for name, origin in (("on-policy", ON_POLICY), ("judged", kept("verify")), ("later", kept("train", at=2))):
         with pytest.raises(UserError, match=r"of version [12] of run 'whole' were removed by .*--keep-"):
             replay(tmp_path, name, origin)

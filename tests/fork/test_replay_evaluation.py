@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from replays import asked, kept, replay, segments, without_engines
 from stage_driver import drive, store_in, tiny, tiny_evaluation
+from store_listing import listed
 
 from areal_tasks.report.page import make_report
 from areal_tasks.store.fork import Origin, check_forkable
@@ -51,7 +52,7 @@ def test_what_was_read_is_told_and_vouched_for(folder: Path) -> None:
         source.digest,
     )
     assert audit(store, "again").sound and run.record.counterfactual
-    assert not store.list("again/services") and run.commit(0).weights == original.commit(0).weights
+    assert not listed(store, "again/services") and run.commit(0).weights == original.commit(0).weights
 
 
 def test_the_comparison_crosses_the_verdicts(folder: Path) -> None:

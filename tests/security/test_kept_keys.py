@@ -20,6 +20,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import BUCKET, S3Server
 from stage_driver import tiny
+from store_listing import listed
 
 from areal_tasks.engines import session
 from areal_tasks.launchers.supervisor import Supervisor
@@ -79,7 +80,7 @@ def watched(api: str, s3: S3Server) -> Iterator[Watched]:
 
 
 def test_a_flow_run_without_keys_takes_those_that_prefect_keeps(watched: Watched, s3: S3Server) -> None:
-    kinds = {path.rpartition(".")[2] for path in watched.store.list("kept")}
+    kinds = {path.rpartition(".")[2] for path in listed(watched.store, "kept")}
     assert (
         kinds >= {"json", "parquet", "safetensors"} and sum("areal_tasks.engines" in c for c in watched.commands) >= 2
     )
@@ -94,7 +95,7 @@ def test_neither_keys_nor_tokens_are_in_prefects_database(watched: Watched, s3: 
 
 def test_neither_keys_nor_tokens_are_in_logs_command_lines_or_the_store(watched: Watched, s3: S3Server) -> None:
     logs = contents(home() / "logs" / "kept")
-    stored = b"".join(watched.store.read(path) for path in watched.store.list("kept"))
+    stored = b"".join(watched.store.read(path) for path in listed(watched.store, "kept"))
     assert logs and b"PAR1" in stored
     for secret in (s3.secret_key, s3.access_key, *watched.tokens):
         assert not [text for text in (logs, stored) if secret.encode() in text]

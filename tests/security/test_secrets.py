@@ -11,6 +11,7 @@ import psutil
 import pytest
 from listeners import beyond_loopback, listening
 from stage_driver import drive, store_in, tiny
+from store_listing import listed
 from waiting import LIMIT
 
 from areal_tasks.stages.build import Built
@@ -45,7 +46,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[s
 def answers(folder: Path) -> None:
     """Every service listens on loopback alone, and answers nobody without the token."""
     store = store_in(folder)
-    records = [ServiceRecord.parse(store.read(path)) for path in store.list("r/services")]
+    records = [ServiceRecord.parse(store.read(path)) for path in listed(store, "r/services")]
     for record in records:
         host, port = httpx.URL(record.url).host, httpx.URL(record.url).port
         assert host == "127.0.0.1"

@@ -10,8 +10,8 @@ from store_builders import build, recipe
 from typer.testing import CliRunner
 
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.catalog import valid_compactions
 from areal_tasks.store.query import Session, run_sql
-from areal_tasks.store.retention.compacted import valid_compactions
 from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import write_table
 from benchmarks.scale import SCALAR, ask_naive, same

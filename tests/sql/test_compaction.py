@@ -18,14 +18,13 @@ from store_builders import STAGES, commit_stage, iteration_commit, manifest, rec
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
-from areal_tasks.store.catalog import DERIVED, Catalog
+from areal_tasks.store.catalog import DERIVED, Catalog, list_compactions, valid_compactions
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.retention.compact import Compactor, compact, compact_all, regions_to_merge
-from areal_tasks.store.retention.compacted import list_compactions, valid_compactions
 from areal_tasks.store.runs import Run, load_run, open_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES
@@ -74,7 +73,7 @@ def compact_end(run: Run, every: int = 1) -> Compaction | None:
     """What the loop does after a commit."""
     catalog = Catalog(run)
     regions = regions_to_merge(catalog.regions, every)
-    return compact(run, catalog, regions) if regions else None
+    return compact(catalog, regions) if regions else None
 
 
 def answers(store: Store, run: str, plain: bool) -> list[list[str]]:

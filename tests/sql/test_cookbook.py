@@ -19,9 +19,8 @@ from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.query import Session
+from areal_tasks.store.query import RunViews, Session
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.run_views import RunViews
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import read_table
 from schemas.manifest import OwnerRecord

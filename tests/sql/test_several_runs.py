@@ -17,6 +17,7 @@ from typing import Any
 import duckdb
 import pytest
 from stage_driver import drive, store_in, tiny, tiny_sft
+from store_listing import listed
 
 import arealflow
 from areal_tasks.store.backend import Store, open_store
@@ -131,7 +132,7 @@ def test_a_question_that_cannot_be_answered_names_the_runs_and_their_views(store
 
 def test_a_damaged_shard_of_one_run_is_named(store: Store, tmp_path: Path) -> None:
     copy = open_store(str(tmp_path / "copy"))
-    for path in [path for name in ("a", "b") for path in store.list(name)]:
+    for path in [path for name in ("a", "b") for path in listed(store, name)]:
         copy.create(path, store.read(path))
     run = load_run(copy, "b")
     [shard] = run.read_stage(run.commit(1).stages[2]).tables["rollout"].shards

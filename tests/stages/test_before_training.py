@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from stage_driver import drive, left_over, start_marked, store_in
+from store_listing import listed
 from test_asynchronous_runs import ITERATIONS, ahead, check, stage
 from waiting import wait_until
 
@@ -67,7 +68,7 @@ def test_what_was_ready_when_the_flow_was_killed_is_used_as_it_is(tmp_path: Path
     start_marked(tmp_path, drive_and_die, tmp_path, recipe).wait()
     wait_until(lambda: not left_over(tmp_path))
     store = store_in(tmp_path)
-    before = {path for path in store.list("killed/iteration=000003") if path.endswith(".json")}
+    before = {path for path in listed(store, "killed/iteration=000003") if path.endswith(".json")}
     assert len(before) == len(BEFORE_TRAINING) and load_run(store, "killed").committed == 2
     watched = Watched()
     run = drive(tmp_path, "killed", recipe, watched)

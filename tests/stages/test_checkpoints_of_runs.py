@@ -126,9 +126,10 @@ def test_a_flow_that_is_killed_meanwhile_goes_on_without_it(tmp_path: Path, expe
     run = drive(tmp_path, "r", recipe())
     assert digests(tmp_path, "r") == expected and saved(run)[-1] is not None
     append_log(run.store, "r", "finished", {"owner": run.owner})
-    left = plan_removals(run.store, RetentionRule(older_than=0.0))
+    rule = RetentionRule(older_than=0.0)
+    left = plan_removals(run.store, rule)
     [unfinished] = [item for item in left if "/checkpoints/version=000001/" in item.path]
-    assert unfinished in remove_planned(run.store, left)
+    assert unfinished in remove_planned(run.store, left, rule)
     assert audit(run.store, "r").sound and not plan_removals(run.store, RetentionRule(older_than=0.0))
 
 

@@ -13,7 +13,7 @@ from waiting import LIMIT
 
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.stages import evaluate
-from areal_tasks.store.evaluations import stages_of as evaluation_stages
+from areal_tasks.store.reachable import stages_of as evaluation_stages
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 

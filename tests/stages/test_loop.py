@@ -25,6 +25,7 @@ from stage_driver import (
     tiny_evaluation,
     tiny_sft,
 )
+from store_listing import listed
 from waiting import wait_until
 
 from areal_tasks.stages.build import Built
@@ -114,10 +115,10 @@ def test_the_same_name_again_builds_nothing(whole: Path, expected: Digests) -> N
     def refuse(jobs: Sequence[Job]) -> list[Built]:
         raise AssertionError(f"built {jobs}")
 
-    before = set(store_in(whole).list("whole"))
+    before = set(listed(store_in(whole), "whole"))
     run = drive(whole, "whole", tiny(), refuse)
     assert digests(whole, "whole") == expected
-    assert set(store_in(whole).list("whole")) - before == {f"whole/owners/{run.owner}.json"}
+    assert set(listed(store_in(whole), "whole")) - before == {f"whole/owners/{run.owner}.json"}
 
 
 def test_more_iterations_continue_a_run(tmp_path: Path, expected: Digests) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from stage_driver import ITERATIONS, digests, drive, start_driver, store_in, tiny
+from store_listing import listed
 
 from areal_tasks.data.batching import make_layout
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -168,4 +169,4 @@ def test_a_run_whose_engines_disagree_stops_before_it_trains(
     run = load_run(store_in(tmp_path), "r")
     head = run.head()
     assert head is not None and head.iteration == 0
-    assert not [path for path in run.store.list("r/iteration=000001/stage=train") if path.endswith(".json")]
+    assert not [path for path in listed(run.store, "r/iteration=000001/stage=train") if path.endswith(".json")]

@@ -17,8 +17,8 @@ from areal_tasks.stages import loop
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.stage import Context
-from areal_tasks.store.objects.files import newest_written, written_weights
 from areal_tasks.store.query import run_sql
+from areal_tasks.store.reachable import newest_written, written_weights
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.weights import list_weights
 from schemas.errors import UserError

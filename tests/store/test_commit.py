@@ -20,7 +20,8 @@ from areal_tasks.store.commit import commit_once, find_record, new_attempt, read
 from areal_tasks.store.objects import s3 as s3_module
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.shards import read_table
-from schemas.manifest import SCHEMA_VERSION, RunRecord, StageManifest
+from schemas.manifest import RunRecord, StageManifest
+from schemas.record import SCHEMA_VERSION
 
 ROUNDS = 8
 

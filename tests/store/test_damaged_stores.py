@@ -11,6 +11,7 @@ import pytest
 from faulty_proxy import EMPTY_LISTING, FLIPPED, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from stage_driver import Digests, digests_of, drive, finished, store_in, tiny
+from store_listing import listed
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
@@ -20,7 +21,8 @@ from areal_tasks.store.objects.inventory import entries, remove
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
-from schemas.manifest import SCHEMA_VERSION, IterationCommit
+from schemas.manifest import IterationCommit
+from schemas.record import SCHEMA_VERSION
 
 Damage = Callable[[bytes], bytes | None]
 FIRST = 2  # iterations of the run that is damaged
@@ -150,7 +152,7 @@ def test_a_listing_that_shows_nothing_changes_no_answer(
     with faulty_proxy(s3.endpoint, faults) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         stale = open_store(whole.url)
-        assert stale.list("r") == []
+        assert listed(stale, "r") == []
         report = audit(stale, "r")
         assert (run_sql(stale, "r", QUERY), report.sound, report.root) == (answer, True, root)
         drive(tmp_path, "r", tiny(), store=stale)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from small_disk import small_disk
 from store_builders import build, recipe, table
+from store_listing import listed
 
 from areal_tasks.store import provenance, shards
 from areal_tasks.store.backend import Store, StoreError, open_store
@@ -39,12 +40,12 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_shard(disk: Path) -> None:
     """Nothing of the shard is left, nothing that was committed suffers, and there is room again once some is made."""
     store = open_store((disk / "store").as_uri())
     build(open_run(store, "run", recipe()), [0], {"verify": ("verify",)})
-    before = store.list("")
+    before = listed(store, "")
     (disk / "ballast").write_bytes(bytes(SMALL - 256 * 1024))
     rows = table("rollout", rows=4000, tokens=60)
     with pytest.raises(StoreError, match=r"attempt=big/rollout-00000\.parquet cannot be used: the disk is full: free"):
         write_table(store, "run/iteration=000001/stage=rollout/attempt=big", "rollout", rows)
-    assert store.list("") == before
+    assert listed(store, "") == before
     assert run_sql(store, "run", "SELECT count(*) AS n FROM verify").to_pylist() == [{"n": 16}]
     (disk / "ballast").unlink()
     few = rows.slice(0, 100)
@@ -56,10 +57,11 @@ def test_a_limit_on_the_size_of_files_is_told_as_such(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from areal_tasks.store.backend import StoreError, open_store\n"
+        "from areal_tasks.store.objects.inventory import entries\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         f"store = open_store({tmp_path.as_uri()!r})\n"
         "try: store.put('run/attempt=1/part', bytes(200_000))\n"
-        "except StoreError as error: print(error, store.list(''))\n"
+        "except StoreError as error: print(error, entries(store, ''))\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "run/attempt=1/part cannot be used: the system allows no larger file (ulimit -f)" in found
@@ -167,7 +169,7 @@ def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_i
     ref = load_run(local_store, "run").commit(0).stages[0]
     path = Path(local_store.uri(ref.path if record == "manifest" else f"run/{record}"))
     damage(path)
-    before = local_store.list("")
+    before = listed(local_store, "")
     use = {
         "manifest": lambda: read_verified(local_store, ref.path, ref.sha256, StageManifest),
         "iteration=000000/commit.json": lambda: open_run(local_store, "run", recipe()).commit(0),
@@ -176,7 +178,7 @@ def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_i
         return
     with pytest.raises(StoreError, match=rf"{path.name}.*(is damaged|is missing|does not exist)"):
         use()
-    assert [p for p in local_store.list("") if "owners" not in p] == [p for p in before if "owners" not in p]
+    assert [p for p in listed(local_store, "") if "owners" not in p] == [p for p in before if "owners" not in p]
 
 
 @pytest.mark.parametrize("lost", [1, 2, 5])

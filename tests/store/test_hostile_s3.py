@@ -12,6 +12,7 @@ import pytest
 from faulty_proxy import EMPTY_LISTING, ERROR_500, ERROR_503, FLIPPED, HANG_UP, SHORT, TORN, Faults, faulty_proxy
 from s3_server import BUCKET, S3Server
 from store_builders import build, recipe, table
+from store_listing import listed
 from waiting import wait_until
 
 from areal_tasks.store.backend import Store, StoreError, Unavailable, open_store
@@ -111,7 +112,7 @@ def test_writes_too_are_repeated_and_happen_once(faulty: Store, faults: Faults) 
     faults.left = 5
     faulty.create("run/commit.json", b"{}")
     assert (faulty.read("run/attempt=2/part"), faulty.read("run/commit.json")) == (DATA, b"{}")
-    assert sorted(faulty.list("run")) == ["run/attempt=1/part-0", "run/attempt=2/part", "run/commit.json"]
+    assert sorted(listed(faulty, "run")) == ["run/attempt=1/part-0", "run/attempt=2/part", "run/commit.json"]
 
 
 def test_an_upload_that_fails_leaves_no_parts_though_its_removal_fails_at_first(
@@ -142,7 +143,7 @@ def test_a_listing_that_shows_nothing_hides_no_history(faulty: Store, faults: Fa
     """Where a run stands is found by asking for its commits by name: no listing can make it begin again."""
     build(open_run(faulty, "run", recipe()), range(3), {"verify": ("verify",)})
     faults.answer, faults.left, faults.spoils = EMPTY_LISTING, 999, lambda method, path: "list-type=2" in path
-    assert faulty.list("run") == []
+    assert listed(faulty, "run") == []
     run = open_run(faulty, "run", recipe())
     head = run.head()
     assert head is not None and (head.iteration, run.owner, len(run.segments)) == (2, 2, 1)

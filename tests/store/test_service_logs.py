@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_builders import recipe
+from store_listing import listed
 from waiting import LIMIT, wait_until
 
 from areal_tasks.store import paths, service_logs
@@ -139,7 +140,7 @@ def test_logs_reach_the_store_with_one_put_each_and_audit_knows_them(run: Run, t
         copies.repeat()
         append(tmp_path, LogName("rollout-1", 1, 3), b"three\n")
         append(tmp_path, LogName("rollout-1", 2, 0), b"of another start\n")
-    assert run.store.list(paths.logs("run")) == [
+    assert listed(run.store, paths.logs("run")) == [
         "run/logs/owner=1/rollout-1-3/0.log",
         "run/logs/owner=1/trainer-0/0.log",
     ]

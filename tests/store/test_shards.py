@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from store_builders import table
+from store_listing import listed
 
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.commit import new_attempt
@@ -84,7 +85,7 @@ def test_a_table_that_violates_its_schema_is_refused(local_store: Store, rows: p
     name = "verify" if "verdict" in rows.column_names else "rollout"
     with pytest.raises(ValueError, match=cause):
         write_table(local_store, PREFIX, name, rows)
-    assert local_store.list("run") == []
+    assert listed(local_store, "run") == []
 
 
 def flip(data: bytes) -> bytes:

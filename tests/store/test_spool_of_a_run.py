@@ -98,7 +98,7 @@ def test_gc_removes_rows_that_are_settled_and_nothing_else(run: Run) -> None:
     assert plan_removals(run.store, RetentionRule(older_than=3600.0)) == []
     [item] = plan_removals(run.store, AT_ONCE)
     assert (item.kind, item.path) == ("spool", paths.spool_attempt("run", 0, before[1].attempt))
-    assert remove_planned(run.store, [item]) == [item]
+    assert remove_planned(run.store, [item], AT_ONCE) == [item]
     assert read_spool(run.store, "run") == before
     assert attempts(run.store) == {paths.spool_attempt("run", 0, record.attempt) for record in before[2:]}
     assert defects(run.store) == {} and plan_removals(run.store, AT_ONCE) == []
@@ -111,7 +111,7 @@ def test_rows_that_were_never_recorded_go_once_their_writer_has_ended(run: Run) 
     found = [item for item in plan_removals(run.store, AT_ONCE) if item.kind == "attempt"]
     assert [item.path for item in found] == ["run/spool/0/attempt=dead"]
     append_groups(run.store, "run", 0, 4, 1, attempt="dead")  # its writer was believed dead
-    assert remove_planned(run.store, found) == []
+    assert remove_planned(run.store, found, AT_ONCE) == []
 
 
 def test_a_run_is_removed_with_its_spool(run: Run) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.history.audit_history import Link, audit_history, audit_log, audit_spool, check_groups
-from areal_tasks.store.history.audit_records import CheckQueue, Defect, Findings, Progress
+from areal_tasks.store.history.audit_records import Defect, Findings, Progress
 from areal_tasks.store.history.signing import root_hash
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.files import common_folder
@@ -32,7 +33,6 @@ from schemas.manifest import (
     Signature,
     StageManifest,
     StageRef,
-    StoredRecord,
     SystemRecord,
     Tag,
     Tombstone,
@@ -41,8 +41,18 @@ from schemas.manifest import (
     WeightsManifest,
     WeightsRef,
 )
+from schemas.record import StoredRecord
 
-_MANIFEST = re.compile(r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints)/version=\d+/attempt=\w+)\.json")
+_FOLDERS: Final[dict[str, type[StoredRecord]]] = {"references": Reference, "tags": Tag, "signatures": Signature}
+_FOLDERS_BY_OWNER: Final[dict[str, type[StoredRecord]]] = {
+    "services": ServiceRecord,
+    "nodes": NodeRecord,
+    "watches": WatchRecord,
+    "waits": WaitsRecord,
+}
+_MANIFEST: Final = re.compile(
+    r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints)/version=\d+/attempt=\w+)\.json"
+)
 
 
 @dataclass(frozen=True)
@@ -73,52 +83,47 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
     """
     if not store.exists(paths.run_record(name)):
         load_run(store, name)  # raises an error that lists the runs
-    found = Findings(store)
-    work = CheckQueue(found, progress)
+    found = Findings(store, progress)
     links = audit_history(found, name)
     audit_log(found, name, links)
     tombstones = _tombstones(found, name, links)
     commits = [link.commit for link in links if link.commit]
-    manifests = _stages(found, work, reachable(commits, StageRef))
+    manifests = _stages(found, reachable(commits, StageRef))
     named = [ref for ref, _ in reachable(commits, WeightsRef).values()]
     for ref in [*named, *_initial_weights(found, manifests)]:
-        _weights(found, work, ref, tombstones)
+        _weights(found, ref, tombstones)
     _check_unwritten(found, commits, manifests)
     _records(found, name)
-    _samples(found, work, name)
-    spools = audit_spool(found, work, name, links)
-    _compactions(found, work, name)
-    work()
-    check_groups(found, work, links, manifests, spools)
+    _samples(found, name)
+    spools = audit_spool(found, name, links)
+    _compactions(found, name)
+    found.check_queued()
+    check_groups(found, links, manifests, spools)
     stray = [entry for entry in entries(store, name) if entry.path not in found.seen]
-    _unselected(found, name, [entry.path for entry in stray])
+    records = [entry.path for entry in stray if _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
+    for path in records:  # of unfinished or abandoned work, which a later start may use
+        found.record(path, StageManifest if "/stage=" in path else WeightsManifest)
+    root = ""
+    with suppress(StoreError):  # its defects are listed
+        root = root_hash(load_run(store, name), len(links))
     return AuditReport(
         run=name,
-        root=_root(store, name, len(links)),
+        root=root,
         iterations=len(links),
         files=len(found.seen),
-        bytes=work.done,
+        bytes=found.done,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
         removed=tuple(tombstones.values()),
-        unselected_files=len(
-            [entry for entry in stray if not _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
-        ),
+        unselected_files=len(stray) - len(records),
         unselected_bytes=sum(entry.bytes for entry in stray),
         old_schema=any(link.commit is not None and link.commit.schema_version < 2 for link in links),
     )
 
 
-def _root(store: Store, name: str, iterations: int) -> str:
-    try:
-        return root_hash(load_run(store, name), iterations)
-    except StoreError:  # its defects are listed
-        return ""
-
-
 # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _stages(found: Findings, work: CheckQueue, named: Reached[StageRef]) -> dict[str, StageManifest]:
+def _stages(found: Findings, named: Reached[StageRef]) -> dict[str, StageManifest]:
     """Check every stage manifest that a commit names and queue its shards; returns the valid ones by path."""
     read = parallel(lambda item: _stage(found, *item), list(named.values()))
     manifests = {path: m for path, m in zip(named, read, strict=True) if m is not None}
@@ -127,7 +132,10 @@ def _stages(found: Findings, work: CheckQueue, named: Reached[StageRef]) -> dict
         for source in manifest.inputs:
             found.readers.setdefault(source.path, []).append(path)
     for path, manifest in manifests.items():
-        _contents(found, work, path, manifest)
+        if combine_digests({name: table.digest for name, table in manifest.tables.items()}) != manifest.digest:
+            found.report(path, "its content digest is not that of its tables", found.downstream(path))
+        for table in manifest.tables.values():
+            found.add_table(path, table)
         for source in manifest.inputs:
             _input(found, path, source, manifests, named)
     return manifests
@@ -140,13 +148,6 @@ def _stage(found: Findings, ref: StageRef, commit: IterationCommit) -> StageMani
     if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
         found.report(ref.path, f"is not the result that {by} names", affects)
     return manifest
-
-
-def _contents(found: Findings, work: CheckQueue, path: str, manifest: StageManifest) -> None:
-    if combine_digests({name: table.digest for name, table in manifest.tables.items()}) != manifest.digest:
-        found.report(path, "its content digest is not that of its tables", found.downstream(path))
-    for table in manifest.tables.values():
-        work.add_table(path, table)
 
 
 def _input(
@@ -175,9 +176,11 @@ def _initial_weights(found: Findings, manifests: dict[str, StageManifest]) -> It
                 yield named_weights(found.store, manifest)
 
 
-def _weights(found: Findings, work: CheckQueue, ref: WeightsRef, tombstones: dict[str, Tombstone]) -> None:
+def _weights(found: Findings, ref: WeightsRef, tombstones: dict[str, Tombstone]) -> None:
     kind, _, _ = paths.version_of(ref.path)
-    affects = _use(kind, ref.version)
+    affects = f"loading and exporting version {ref.version}"
+    if kind == "checkpoint":
+        affects = f"restarts, which would retrain from version {ref.version}"
     manifest = found.record(ref.path, WeightsManifest, ref.sha256, "a commit", affects)
     if manifest is None:
         return
@@ -187,13 +190,7 @@ def _weights(found: Findings, work: CheckQueue, ref: WeightsRef, tombstones: dic
         found.report(ref.path, "is not the manifest of these files", affects)
     if ref.path not in tombstones:
         for file in manifest.files:
-            work.add_file(file, ref.path, affects)
-
-
-def _use(kind: str, version: int) -> str:
-    if kind == "checkpoint":
-        return f"restarts, which would retrain from version {version}"
-    return f"loading and exporting version {version}"
+            found.add_file(file, ref.path, affects)
 
 
 def _check_unwritten(found: Findings, commits: Sequence[IterationCommit], manifests: dict[str, StageManifest]) -> None:
@@ -219,47 +216,34 @@ def _records(found: Findings, name: str) -> None:
     """Check owners, changes, services, waits, tags, references, signatures …, which only their seals protect; logs."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     found.sequence(f"{name}/changes", lambda n: paths.change(name, n), ChangeRecord, 1)
-    folders: list[tuple[str, type[StoredRecord]]] = [
-        (f"{name}/references", Reference),
-        (f"{name}/tags", Tag),
-        (f"{name}/signatures", Signature),
-        *((f"{name}/services/{owner}", ServiceRecord) for owner in found.store.children(f"{name}/services")),
-        *((f"{name}/nodes/{owner}", NodeRecord) for owner in found.store.children(f"{name}/nodes")),
-        *((f"{name}/watches/{owner}", WatchRecord) for owner in found.store.children(f"{name}/watches")),
-        *((f"{name}/waits/{owner}", WaitsRecord) for owner in found.store.children(f"{name}/waits")),
-    ]
-    for folder, model in folders:
-        found.folder(folder, model)
+    for folder, model in _FOLDERS.items():
+        found.folder(f"{name}/{folder}", model)
+    for folder, model in _FOLDERS_BY_OWNER.items():
+        for owner in found.store.children(f"{name}/{folder}"):
+            found.folder(f"{name}/{folder}/{owner}", model)
     _logs(found, name)
 
 
-def _samples(found: Findings, work: CheckQueue, name: str) -> None:
+def _samples(found: Findings, name: str) -> None:
     """Check the samples of services, and that no record of them is missing."""
     for folder in found.store.children(f"{name}/system"):
         owner = int(folder.removeprefix("owner="))
         records = found.sequence(f"{name}/system/{folder}", partial(paths.system, name, owner), SystemRecord, 1)
         for n, record in records.items():
-            work.add_file(record.shard, paths.system(name, owner, n), "the view system")
+            found.add_file(record.shard, paths.system(name, owner, n), "the view system")
 
 
 def _logs(found: Findings, name: str) -> None:
     """Check that no part of a service's log is missing; no record has digests of the parts."""
-    for log, parts in stored_parts(found.store.list(paths.logs(name))).items():
+    for log, parts in stored_parts(entry.path for entry in entries(found.store, paths.logs(name))).items():
         found.seen.update(parts.values())
         for n in set(range(max(parts))) - parts.keys():
             found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
-def _compactions(found: Findings, work: CheckQueue, name: str) -> None:
+def _compactions(found: Findings, name: str) -> None:
     """Check compactions, derived copies that make queries fast; their sources are checked separately."""
     remedy = "nothing: it is a copy; remove it and compact the run again"
     for path, record in found.folder(paths.compactions(name), Compaction, remedy).items():
         for file in files_of(record):
-            work.add_file(file, path, remedy)
-
-
-def _unselected(found: Findings, name: str, stray: Sequence[str]) -> None:
-    """Check manifests of unfinished or abandoned work, which a later start may use."""
-    for path in stray:
-        if _MANIFEST.fullmatch(path.removeprefix(f"{name}/")):
-            found.record(path, StageManifest if "/stage=" in path else WeightsManifest)
+            found.add_file(file, path, remedy)

@@ -14,7 +14,7 @@ from itertools import islice
 from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.history.audit_records import CheckQueue, Findings
+from areal_tasks.store.history.audit_records import Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
@@ -118,14 +118,14 @@ def _check_logged_commit(found: Findings, name: str, record: LogRecord, links: l
 Records = Mapping[str, SpoolRecord]
 
 
-def audit_spool(found: Findings, work: CheckQueue, name: str, links: Sequence[Link]) -> dict[str, Records]:
+def audit_spool(found: Findings, name: str, links: Sequence[Link]) -> dict[str, Records]:
     """Check the spool records of `name` and its parents, and queue the shards in the spool of `name`.
 
     Returns the records of each run. Of its parents' spools, a child needs only which groups they rejected.
     """
     runs = dict.fromkeys([name, *(link.commit.run for link in links if link.commit)])
     spools = {run: _records(found, run) for run in runs}
-    _shards(found, work, name, spools[name], links)
+    _shards(found, name, spools[name], links)
     return spools
 
 
@@ -154,7 +154,7 @@ def _start(found: Findings, run: str, start: int) -> Iterator[tuple[str, SpoolRe
             yield path, record
 
 
-def _shards(found: Findings, work: CheckQueue, name: str, records: Records, links: Sequence[Link]) -> None:
+def _shards(found: Findings, name: str, records: Records, links: Sequence[Link]) -> None:
     """Queue the shards that must exist, with their rows, and those that `gc` may remove but has not."""
     head = links[-1].commit if links else None
     settled, unknown = settled_after(head), bool(links) and head is None
@@ -163,22 +163,21 @@ def _shards(found: Findings, work: CheckQueue, name: str, records: Records, link
         removable = unknown or all(group.index in settled for group in record.finished)
         for table in record.tables.values():
             if not removable:
-                work.add_table(path, table)
+                found.add_table(path, table)
             for shard in table.shards if removable else ():
                 if shard.path in present:
-                    work.add_file(shard, path, "nothing: no later iteration takes these groups")
+                    found.add_file(shard, path, "nothing: no later iteration takes these groups")
 
 
 def check_groups(
     found: Findings,
-    work: CheckQueue,
     links: Sequence[Link],
     manifests: Mapping[str, StageManifest],
     spools: Mapping[str, Records],
 ) -> None:
     """After the shards were read, check that they hold the recorded groups, and the settled groups of each commit."""
     for path, record in (item for records in spools.values() for item in records.items()):
-        rows = _rows(work, record.tables)
+        rows = _rows(found, record.tables)
         named = {group.index: group.samples for group in record.finished if group.samples}
         if rows is not None and rows != named:
             found.report(path, f"names these samples of groups: {_counts(named)}; its shards hold {_counts(rows)}")
@@ -191,24 +190,24 @@ def check_groups(
     before: SettledGroups | None = SettledGroups()
     for link in links:
         commit = link.commit if link.path not in damaged else None
-        taken = _taken(work, commit, manifests) if commit else None
+        taken = _taken(found, commit, manifests) if commit else None
         if commit and before and taken is not None:
             for what in _contradictions(before, taken, settled_after(commit), rejected.get(commit.run)):
                 found.report(link.path, what)
         before = settled_after(commit) if commit else None
 
 
-def _rows(work: CheckQueue, tables: Mapping[str, TableRef]) -> Counter[int] | None:
+def _rows(found: Findings, tables: Mapping[str, TableRef]) -> Counter[int] | None:
     """The rows of each group in the shards of a table `rollout`; None if one of them was not read."""
     shards = [shard.path for shard in tables["rollout"].shards] if "rollout" in tables else []
-    read = [work.groups[path] for path in shards if path in work.groups]
+    read = [found.groups[path] for path in shards if path in found.groups]
     return sum(read, Counter()) if len(read) == len(shards) else None
 
 
-def _taken(work: CheckQueue, commit: IterationCommit, manifests: Mapping[str, StageManifest]) -> set[int] | None:
+def _taken(found: Findings, commit: IterationCommit, manifests: Mapping[str, StageManifest]) -> set[int] | None:
     """The groups that an iteration has trained on; None if unknown."""
     rollouts = [manifests[ref.path] for ref in commit.stages if ref.stage == "rollout" and ref.path in manifests]
-    rows = _rows(work, rollouts[0].tables) if rollouts and "next_group" in commit.state else None
+    rows = _rows(found, rollouts[0].tables) if rollouts and "next_group" in commit.state else None
     return set(rows) if rows is not None else None
 
 
@@ -229,7 +228,7 @@ def _counts(rows: Mapping[int, int]) -> str:
     return _some(f"{count} of {group}" for group, count in sorted(rows.items())) or "none"
 
 
-def _some(values: Iterable[object], most: int = 6) -> str:
-    """The first of these values; present may be very many."""
-    first = [str(value) for value in islice(values, most + 1)]
-    return ", ".join(first[:most]) + (", …" if len(first) > most else "")
+def _some(values: Iterable[object]) -> str:
+    """The first six of these values; present may be very many."""
+    first = [str(value) for value in islice(values, 7)]
+    return ", ".join(first[:6]) + (", …" if len(first) > 6 else "")

@@ -21,7 +21,8 @@ from areal_tasks.store.objects.inventory import file_digest
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.search import last_number
 from areal_tasks.store.shards import content_digest
-from schemas.manifest import FileRef, ShardRef, StoredRecord, TableRef, seal_holds
+from schemas.manifest import FileRef, ShardRef, TableRef
+from schemas.record import StoredRecord, seal_holds
 
 R = TypeVar("R", bound=StoredRecord)
 
@@ -38,15 +39,28 @@ class Defect:
         return f"{self.path}: {self.what}" + (f"; also affected: {self.affects}" if self.affects else "")
 
 
+#: Called with the bytes hashed so far, and all bytes to be hashed.
+Progress = Callable[[int, int], None]
+
+
 @dataclass
 class Findings:
-    """The files that were checked so far, and their defects. Several threads may add to it."""
+    """The files that an audit has seen, their defects, and a queue of checks of whole files, each made once.
+
+    Records are checked at once. The queue is run by several threads, since hashing and reading release the GIL.
+    """
 
     store: Store
+    progress: Progress
     defects: list[Defect] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     readers: dict[str, list[str]] = field(default_factory=dict)  # stage manifest -> manifests that read it
     names: dict[str, str] = field(default_factory=dict)  # stage manifest -> `verify of iteration 3`
+    groups: dict[str, Counter[int]] = field(default_factory=dict)  # rows by group, of the shards of tables `rollout`
+    queue: list[Callable[[], None]] = field(default_factory=list)
+    total: int = 0  # bytes to be hashed
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, path: str, what: str, affects: str = "") -> None:
         self.defects.append(Defect(path, what, affects))
@@ -107,66 +121,32 @@ class Findings:
 
     def downstream(self, manifest: str) -> str:
         """The stages that were computed from a stage manifest's tables, directly or indirectly."""
-        found: list[str] = []
-        queue = list(self.readers.get(manifest, ()))
-        while queue:
-            path = queue.pop(0)
-            if path not in found:
-                found.append(path)
-                queue += self.readers.get(path, ())
+        found = [*dict.fromkeys(self.readers.get(manifest, ()))]
+        for path in found:  # which grows meanwhile
+            found += [reader for reader in dict.fromkeys(self.readers.get(path, ())) if reader not in found]
         return _listed([self.names.get(path, path) for path in found])
 
-
-def _plausible(path: str, data: bytes, sha256: str) -> bool:
-    """Whether `data` has the given SHA-256; without one, whether a record's seal holds."""
-    if sha256:
-        return hashlib.sha256(data).hexdigest() == sha256
-    return seal_holds(data) if path.endswith(".json") else True
-
-
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-#: Called with the bytes hashed so far, and all bytes to be hashed.
-Progress = Callable[[int, int], None]
-
-
-@dataclass
-class CheckQueue:
-    """A queue of checks of bytes, each made once; run by several threads, since hashing and reading release the GIL."""
-
-    found: Findings
-    progress: Progress = field(default=lambda done, total: None)
-    jobs: list[Callable[[], None]] = field(default_factory=list)
-    total: int = 0
-    done: int = 0
-    groups: dict[str, Counter[int]] = field(default_factory=dict)  # rows by group, of the shards of tables `rollout`
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    # ── whole files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add_table(self, manifest: str, ref: TableRef) -> None:
         """Queue the shards of a table of the stage manifest at `manifest`."""
         if self._claim(*ref.shards):
-            self.jobs.append(partial(self._table, manifest, ref))
+            self.queue.append(partial(self._table, manifest, ref))
 
     def add_file(self, file: FileRef, named_by: str, affects: str) -> None:
         """Queue a file of any size, to check its length and SHA-256."""
         if self._claim(file):
-            self.jobs.append(partial(self._file, file, named_by, affects))
+            self.queue.append(partial(self._file, file, named_by, affects))
 
-    def __call__(self) -> None:
-        """Run all queued checks."""
+    def check_queued(self) -> None:
+        """Make all queued checks."""
         self.progress(0, self.total)
-        parallel(lambda job: job(), self.jobs, threads=8)
+        parallel(lambda job: job(), self.queue, threads=8)
 
     def _claim(self, *files: FileRef) -> bool:
         """Mark these files as seen; returns whether any of them is new."""
-        fresh = [file for file in files if file.path not in self.found.seen]
-        self.found.seen.update(file.path for file in fresh)
+        fresh = [file for file in files if file.path not in self.seen]
+        self.seen.update(file.path for file in fresh)
         self.total += sum(file.bytes for file in fresh)
         return bool(fresh)
 
@@ -176,7 +156,7 @@ class CheckQueue:
             self.progress(self.done, self.total)
 
     def _table(self, manifest: str, ref: TableRef) -> None:
-        affects = self.found.downstream(manifest)
+        affects = self.downstream(manifest)
         parts = [self._shard(shard, manifest, affects) for shard in ref.shards]
         sound = [part for part in parts if part is not None]
         if len(sound) < len(parts):
@@ -185,14 +165,12 @@ class CheckQueue:
             self.groups |= {s.path: _groups(part) for s, part in zip(ref.shards, sound, strict=True)}
         table = pa.concat_tables(sound)
         if table.num_rows != ref.rows:
-            self.found.report(
-                manifest, f"names {ref.rows} rows of {ref.name}; its shards hold {table.num_rows}", affects
-            )
+            self.report(manifest, f"names {ref.rows} rows of {ref.name}; its shards hold {table.num_rows}", affects)
         elif content_digest(table) != ref.digest:
-            self.found.report(manifest, f"the columns of {ref.name} do not have the content digest it names", affects)
+            self.report(manifest, f"the columns of {ref.name} do not have the content digest it names", affects)
 
     def _shard(self, shard: ShardRef, manifest: str, affects: str) -> pa.Table | None:
-        data = self.found.read(shard.path, affects, shard.sha256)
+        data = self.read(shard.path, affects, shard.sha256)
         if data is None:
             return None
         self._tick(len(data))
@@ -201,27 +179,39 @@ class CheckQueue:
         try:
             return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            self.found.report(shard.path, f"is not a readable Parquet file ({error})", affects)
+            self.report(shard.path, f"is not a readable Parquet file ({error})", affects)
             return None
 
     def _file(self, file: FileRef, named_by: str, affects: str) -> None:
         try:
-            digest, size = file_digest(self.found.store, file.path, self._tick)
+            digest, size = file_digest(self.store, file.path, self._tick)
             if digest != file.sha256:  # it may have been corrupted in transit
-                digest, size = file_digest(self.found.store, file.path)
+                digest, size = file_digest(self.store, file.path)
         except Missing:
-            self.found.report(file.path, "missing", affects)
+            self.report(file.path, "missing", affects)
         except StoreError as error:
-            self.found.report(file.path, str(error), affects)
+            self.report(file.path, str(error), affects)
         else:
             self._same(file, digest, size, named_by, affects)
 
     def _same(self, file: FileRef, sha256: str, size: int, named_by: str, affects: str) -> bool:
         if size != file.bytes:
-            self.found.report(file.path, f"holds {size} bytes, not the {file.bytes} that {named_by} names", affects)
+            self.report(file.path, f"holds {size} bytes, not the {file.bytes} that {named_by} names", affects)
         elif sha256 != file.sha256:
-            self.found.report(file.path, f"altered: its SHA-256 is not the one that {named_by} names", affects)
+            self.report(file.path, f"altered: its SHA-256 is not the one that {named_by} names", affects)
         return (size, sha256) == (file.bytes, file.sha256)
+
+
+def _plausible(path: str, data: bytes, sha256: str) -> bool:
+    """Whether `data` has the given SHA-256; without one, whether a record's seal holds."""
+    if sha256:
+        return hashlib.sha256(data).hexdigest() == sha256
+    return seal_holds(data) if path.endswith(".json") else True
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 def _groups(rows: pa.Table) -> Counter[int]:

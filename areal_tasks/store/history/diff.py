@@ -90,7 +90,7 @@ def diff_runs(store: Store, a: str, b: str) -> Difference:
         first = replace(first, fields=by_then)
     return Difference(
         names=names,
-        origins=(_origin(runs[0]), _origin(runs[1])),
+        origins=(str(origin_of(runs[0].record) or ""), str(origin_of(runs[1].record) or "")),
         lengths=(len(commits[0]), len(commits[1])),
         shared=sum(x.run == y.run and x.attempt == y.attempt for x, y in zip(*commits, strict=False)),
         fields=fields,
@@ -106,11 +106,6 @@ def _commits(run: Run) -> list[IterationCommit]:
     if not commits:
         raise UserError(f"Run {run.name!r} has not committed any iteration: there is nothing to compare.")
     return commits
-
-
-def _origin(run: Run) -> str:
-    origin = origin_of(run.record)
-    return str(origin) if origin else ""
 
 
 # ── recipes and code ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,9 +175,9 @@ def first_difference(
             if left.digest != right.digest:
                 return _explained(a, b, x.iteration, left, right)
         if x.weights.digest != y.weights.digest:
-            return FirstDifference(
-                x.iteration, WEIGHTS, "differs", "the same", _code(x, y), (x.weights.path, y.weights.path)
-            )
+            code = x.provenance.code_version, y.provenance.code_version
+            places = x.weights.path, y.weights.path
+            return FirstDifference(x.iteration, WEIGHTS, "differs", "the same", code, places)
     return None
 
 
@@ -210,10 +205,6 @@ def _explained(a: Run, b: Run, iteration: int, left: StageRef, right: StageRef) 
         code=(one.provenance.code_version, other.provenance.code_version),
         paths=(left.path, right.path),
     )
-
-
-def _code(x: IterationCommit, y: IterationCommit) -> tuple[str, str]:
-    return x.provenance.code_version, y.provenance.code_version
 
 
 def _only(a: Sequence[IterationCommit], b: Sequence[IterationCommit]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -161,7 +161,8 @@ def compare_replay(store: Store, name: str) -> list[Section]:
     names, where = (original.name, name), f"iteration BETWEEN {run.first} AND {head.iteration}"
     counts = _counts(run, head.iteration)
     stages = {stage for stage, (_, built) in counts.items() if built}
-    sections = [_built(counts)]
+    rows = [{"stage": stage, "taken": taken, "built": built} for stage, (taken, built) in counts.items()]
+    sections = [Section("iterations by stage", rows)]
     judged = "evaluate" if run.record.flow == "evaluate" else "verify"
     if judged in stages:
         sections += _judgements(store, names, judged, where, _same_rollouts(original, run, head.iteration))
@@ -181,11 +182,6 @@ def _counts(run: Run, last: int) -> dict[str, list[int]]:
         for ref in run.commit(k).stages:
             counts.setdefault(ref.stage, [0, 0])[ref.path.startswith(f"{run.name}/")] += 1
     return counts
-
-
-def _built(counts: dict[str, list[int]]) -> Section:
-    rows = [{"stage": stage, "taken": taken, "built": built} for stage, (taken, built) in counts.items()]
-    return Section("iterations by stage", rows)
 
 
 def _same_rollouts(a: Run, b: Run, last: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import bytes_digest, commit_once, new_attempt, read_record
+from areal_tasks.store.commit import bytes_digest, commit_once, new_attempt, read_folder
 from areal_tasks.store.history.journal import append_log, current_user, log_digest, log_length, read_log
 from areal_tasks.store.keys import combine_digests, digest_json
 from areal_tasks.store.parallel import parallel
@@ -66,8 +66,10 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
     """
     key, lines = _key(key_file, private=True), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
-    if existing := _covering(store, name, root, public):
-        return existing, False
+    mine = [s for s in read_signatures(store, name) if (s.root, s.public_key) == (root, public)]
+    newest = max(mine, key=lambda s: s.log_records, default=None)
+    if newest and not unsigned_lines(store, name, newest) and not _problem(store, name, newest):
+        return newest, False
     unsigned = Signature(
         root=root,
         iteration=iterations - 1,
@@ -81,18 +83,10 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
         provenance=make_provenance(0, now()),
     )
     signed = unsigned.model_copy(update={"signature": key.sign(_message(name, unsigned)).hex()})
-    existing, mine = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
-    if mine:
+    existing, new = commit_once(store, paths.signature(name, public[:16], f"{root[:16]}-{lines}"), signed)
+    if new:
         append_log(store, name, "signed", {"root": root, "iteration": existing.iteration, "public_key": public})
-    return existing, mine
-
-
-def _covering(store: Store, name: str, root: str, public: str) -> Signature | None:
-    """A signature of this root by this key that holds, if the log has since got only lines about signatures."""
-    mine = [s for s in read_signatures(store, name) if (s.root, s.public_key) == (root, public)]
-    newest = max(mine, key=lambda s: s.log_records, default=None)
-    covers = newest and not unsigned_lines(store, name, newest) and not _problem(store, name, newest)
-    return newest if covers else None
+    return existing, new
 
 
 def unsigned_lines(store: Store, name: str, signature: Signature) -> int:
@@ -119,8 +113,7 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Checke
 
 def read_signatures(store: Store, name: str) -> list[Signature]:
     """All signatures of a run, by any key."""
-    names = [child for child in store.children(f"{name}/signatures") if child.endswith(".json")]
-    return [read_record(store, f"{name}/signatures/{child}", Signature) for child in names]
+    return read_folder(store, f"{name}/signatures", Signature)
 
 
 def _problem(store: Store, name: str, signature: Signature) -> str:
@@ -157,32 +150,25 @@ def _message(name: str, signature: Signature) -> bytes:
 
 
 def _key(file: Path, private: bool) -> Any:
-    """The Ed25519 key in a file, which must be able to sign if `private`."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
-    key = _load(file, private)
-    if not isinstance(key, Ed25519PrivateKey if private else Ed25519PrivateKey | Ed25519PublicKey):
-        raise UserError(f"{file} holds no {'private ' if private else ''}Ed25519 key: {_MAKE}.")
-    return key
-
-
-def _load(file: Path, private: bool) -> Any:
-    """The key in a PEM or OpenSSH file, whatever kind it is; None if it holds none."""
+    """The Ed25519 key in a PEM or OpenSSH file, which must be able to sign if `private`."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization as keys
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
     try:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): name a key file, or {_MAKE}.") from error
-    attempts: list[Any] = [lambda: keys.load_pem_private_key(data, None), lambda: keys.load_ssh_private_key(data, None)]
+    forms: list[Any] = [lambda: keys.load_pem_private_key(data, None), lambda: keys.load_ssh_private_key(data, None)]
     if not private:
-        attempts += [lambda: keys.load_pem_public_key(data), lambda: keys.load_ssh_public_key(data)]
-    for attempt in attempts:
+        forms += [lambda: keys.load_pem_public_key(data), lambda: keys.load_ssh_public_key(data)]
+    for load in forms:
         try:
-            return attempt()
+            key = load()
         except TypeError as error:  # it is encrypted
             raise UserError(f"{file} is protected by a passphrase: name a key without one.") from error
         except (ValueError, UnsupportedAlgorithm):
             continue
-    return None
+        if isinstance(key, Ed25519PrivateKey if private else Ed25519PrivateKey | Ed25519PublicKey):
+            return key
+    raise UserError(f"{file} holds no {'private ' if private else ''}Ed25519 key: {_MAKE}.")

@@ -1,27 +1,20 @@
-"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest next to each folder.
-
-Weights that were sent to the servers directly need not be in the store: see `newest_written` and `written_weights`.
-"""
+"""Weights and checkpoints: folders of large files, uploaded once and named by a manifest next to each folder."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from areal_tasks.store.backend import Missing, Store, StoreError, damaged
+from areal_tasks.store.backend import Store, StoreError, damaged
 from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import attempt_folder, checkpoint, weights
-from schemas.manifest import FileRef, IterationCommit, Provenance, ShardRef, WeightsManifest, WeightsRef
-
-if TYPE_CHECKING:
-    from areal_tasks.store.runs import Run
+from schemas.manifest import FileRef, Provenance, ShardRef, WeightsManifest, WeightsRef
 
 _PATHS: Final = {"weights": weights, "checkpoint": checkpoint}
 
@@ -142,23 +135,3 @@ def weights_ref(store: Store, path: str) -> WeightsRef:
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
     """The manifest that `ref` names, whose bytes are verified."""
     return read_verified(store, ref.path, ref.sha256, WeightsManifest)
-
-
-def newest_written(run: Run, head: IterationCommit) -> WeightsRef | None:
-    """The newest written weights that `head` or an earlier commit names; looks back one write interval at most."""
-    commit = head
-    while (found := _newest(commit)) is None and commit.iteration:
-        commit = run.commit(commit.iteration - 1)
-    return found
-
-
-def _newest(commit: IterationCommit) -> WeightsRef | None:
-    return commit.weights if commit.weights.written else commit.published
-
-
-def written_weights(run: Run, commit: IterationCommit) -> WeightsRef:
-    """The weights that an iteration made, as the store has them: with η > 0 the next commit may name them."""
-    if not commit.weights.written:
-        with suppress(Missing):
-            return run.commit(commit.iteration + 1).published or commit.weights
-    return commit.weights

@@ -55,7 +55,7 @@ def store_time(store: Store) -> float:
         with _errors(store, probe):
             return float(filesystem.get_file_info(f"{root}/{probe}").mtime_ns) / 1e9
     finally:
-        remove(store, [probe])
+        store.remove(probe)
 
 
 def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambda read: None) -> tuple[str, int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -35,12 +34,21 @@ _CONNECT_SECONDS: Final = 2
 _SEND_SECONDS: Final = 10  # botocore has one timeout for connecting and for sending a part of a body
 _READ_SECONDS: Final = 30
 _ATTEMPTS: Final = 3  # at least, unless nothing answers at all: that is reported after 10 s
-_CONFLICT_ATTEMPTS: Final = 5
 _CORRUPTED_ATTEMPTS: Final = 5
 _LONGEST_PAUSE: Final = 2.0
 _CORRUPTED: Final = (FlexibleChecksumError, IncompleteReadError, ResponseStreamingError)
 _ALTERED: Final = ("BadDigest", "XAmzContentChecksumMismatch")  # the server received altered bytes
 _SCAN_THREADS: Final = 32
+
+_CONFIG: Final = Config(
+    connect_timeout=_SEND_SECONDS,
+    read_timeout=_READ_SECONDS,
+    max_pool_connections=64,
+    retries={"total_max_attempts": 1},  # `retried` alone repeats requests
+    s3={"payload_signing_enabled": False},  # over http it would hash every body; each is sent with its CRC32
+    request_checksum_calculation="when_required",
+    response_checksum_validation="when_required",
+)
 
 _KEYS_REMEDY: Final = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
 _REMEDIES: Final = {
@@ -81,7 +89,7 @@ class S3Backend(Store):
             aws_access_key_id=self.keys[0],
             aws_secret_access_key=self.keys[1],
             aws_session_token=self.token,
-            config=_config(),
+            config=_CONFIG,
         )
         self.known = False  # it has answered: from then on a failure is more likely temporary than a wrong URL
         self.bulk = Bulk(self.client, self._at, self.retried)
@@ -96,15 +104,8 @@ class S3Backend(Store):
         return self.retried(path, ask)
 
     def create(self, path: str, data: bytes) -> None:
-        """As `Store.create`, by a conditional put. StoreError if other puts of the name keep colliding with it."""
-        meta = body_headers([memoryview(data)])
-        for attempt in range(_CONFLICT_ATTEMPTS):
-            try:
-                self._ask(path, "put_object", Body=data, IfNoneMatch="*", **meta)
-                return
-            except _Conflict:  # another put of the same name was in flight: retry to see which won
-                time.sleep(0.05 * 2**attempt)
-        raise StoreError(f"The store's object {self.uri(path)} stays contended: {_OTHER_REMEDY}.")
+        """As `Store.create`, by a conditional put; again if it met another put of the name (409), to see which won."""
+        self._ask(path, "put_object", Body=data, IfNoneMatch="*", **body_headers([memoryview(data)]))
 
     def make_durable(self, path: str) -> None:
         """Nothing to do: S3 acknowledges a put once the object is durable."""
@@ -172,34 +173,24 @@ class S3Backend(Store):
         started, attempt = time.monotonic(), 0
         while True:
             try:
-                with self._errors(path):
-                    answer = request()
+                answer = request()
                 self.known = True
                 return answer
-            except Unavailable as error:
+            except (BotoCoreError, ClientError) as error:
                 attempt += 1
-                torn, silent = isinstance(error, _Corrupted), isinstance(error.__cause__, ConnectTimeoutError)
+                failure = self._translate(path, error)
+                self.known |= isinstance(failure, (Missing, Exists))
+                torn, silent = isinstance(failure, _Corrupted), isinstance(error, ConnectTimeoutError)
                 patient = self.known and not torn and time.monotonic() - started < RETRY_SECONDS
-                if attempt >= (_CORRUPTED_ATTEMPTS if torn else 1 if silent else _ATTEMPTS) and not patient:
-                    raise
-                time.sleep(_pause(attempt))
-            except (Missing, Exists):
-                self.known = True
-                raise
-
-    @contextmanager
-    def _errors(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except (BotoCoreError, ClientError) as error:
-            raise self._translate(path, error) from error
+                tried = attempt >= (_CORRUPTED_ATTEMPTS if torn else 1 if silent else _ATTEMPTS)
+                if not isinstance(failure, Unavailable) or (tried and not patient):
+                    raise failure from error
+            time.sleep(_pause(attempt))
 
     def _translate(self, path: str, error: Exception) -> Exception:
         code = str(error.response["Error"].get("Code", "")) if isinstance(error, ClientError) else ""
         if code in ("PreconditionFailed", "412"):
             return Exists(path)
-        if code in ("ConditionalRequestConflict", "409"):
-            return _Conflict(path)
         if code in ("NoSuchKey", "NoSuchUpload", "404"):
             return Missing(self.uri(path))
         where = self.endpoint or "AWS"
@@ -216,10 +207,6 @@ class S3Backend(Store):
         return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
 
 
-class _Conflict(Exception):
-    """S3 answered 409: two conditional puts collided."""
-
-
 class _Corrupted(Unavailable):
     """Bytes were lost or altered in transit."""
 
@@ -227,18 +214,6 @@ class _Corrupted(Unavailable):
 def _pause(attempt: int) -> float:
     """Seconds before the next attempt: exponential backoff with jitter."""
     return float(min(_LONGEST_PAUSE, 0.1 * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
-
-
-def _config() -> Config:
-    return Config(
-        connect_timeout=_SEND_SECONDS,
-        read_timeout=_READ_SECONDS,
-        max_pool_connections=64,
-        retries={"total_max_attempts": 1},  # `retried` alone repeats requests
-        s3={"payload_signing_enabled": False},  # over http it would hash every body; each is sent with its CRC32
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
 
 
 def _credential(name: str) -> str:

@@ -19,17 +19,16 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Store
-from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, shard_refs
+from areal_tasks.store.catalog import DERIVED, Catalog, Region, compact_schema, list_compactions, shard_refs
 from areal_tasks.store.commit import bytes_digest, new_attempt
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.retention.compacted import list_compactions
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import encode, read_shard
 from schemas.compaction import SCALAR_TABLES, CompactFile, Compaction, CompactTable
 from schemas.errors import UserError
 from schemas.manifest import ShardRef
-from schemas.tables import FLOATS, TEXTS
+from schemas.tables import REPEATED
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +41,15 @@ _GROUP_BYTES: Final = 128 << 20
 _GROWTH: Final = 2  # a compaction shorter than this many times what follows it is merged with it
 _AT_ONCE: Final = 32  # plain shards in memory
 _ITERATIONS: Final = 256  # of which the manifests are in memory
-_UNIQUE: Final = frozenset({"sample_id", "seed", "path", "sha256", "key", "attempt", "previous"}) | TEXTS
 
 
-def compact(run: Run, catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
+def compact(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     """Merge consecutive regions of the catalog into a compaction that covers all their iterations.
 
     Raises:
         UserError: a file of the run is damaged, or the store cannot be written.
     """
-    attempt, started = new_attempt(), now()
+    run, attempt, started = catalog.run, new_attempt(), now()
     first, stop = regions[0].first, regions[-1].stop
     record = Compaction(
         run=run.name,
@@ -130,25 +128,19 @@ def _filled(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _write_file(store: Store, path: str, table: pa.Table) -> CompactFile:
-    data = encode(table, _layout(table))
+    data = encode(table, **_layout(table))
     store.put(path, data)
     return CompactFile(path=path, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), rows=len(table))
 
 
 def _layout(table: pa.Table) -> dict[str, Any]:
-    """How a merged table is laid out: large row groups for scans, dictionaries where values repeat."""
+    """How a merged table differs from a shard: large row groups for scans, dictionaries of texts that repeat."""
     row_bytes = table.nbytes // max(len(table), 1) + 1
     return {
         "row_group_size": max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
-        "use_dictionary": [f.name for f in table.schema if _repeats(f)],
-        "use_byte_stream_split": [f"{f.name}.list.element" for f in table.schema if f.type == FLOATS] or False,
+        "use_dictionary": [name for name in table.column_names if name in REPEATED] or False,
         "write_statistics": [f.name for f in table.schema if pa.types.is_integer(f.type)],
     }
-
-
-def _repeats(column: pa.Field) -> bool:
-    kind = column.type
-    return not (pa.types.is_nested(kind) or pa.types.is_boolean(kind) or column.name in _UNIQUE)
 
 
 def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
@@ -160,7 +152,7 @@ def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     catalog = Catalog(run)
     if not catalog.regions:
         raise UserError(f"Run {run.name!r} has no committed iteration: there is nothing to compact.")
-    return compact(run, catalog, catalog.regions, tables)
+    return compact(catalog, catalog.regions, tables)
 
 
 # ── when ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,6 +216,6 @@ class Compactor:
             catalog = Catalog(self.run)
             regions = regions_to_merge(catalog.regions, self.every)
             if regions:
-                compact(self.run, catalog, regions)
+                compact(catalog, regions)
         except (UserError, OSError, pa.ArrowException) as error:
             log.warning("run %s could not be compacted, its queries take longer: %s", self.run.name, error)

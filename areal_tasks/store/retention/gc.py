@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
+from areal_tasks.store.catalog import list_compactions, valid_compactions
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.inventory import Entry
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import attempts_of
-from areal_tasks.store.retention.compacted import list_compactions, valid_compactions
-from areal_tasks.store.retention.gc_live import RunFiles, Version, needed_weights, read_all_run_files, selected_weights
+from areal_tasks.store.retention.gc_live import RunFiles, needed_weights, read_all_run_files, selected_weights
 from areal_tasks.store.runs import no_run
 from schemas.compaction import Compaction
 from schemas.errors import UserError
@@ -44,9 +44,6 @@ class RetentionRule:
             if kept is not None and kept < 1:
                 raise UserError(f"{name} {kept}: a run needs its newest one to continue; keep at least 1")
 
-    def keeps(self, kind: str) -> int | None:
-        return self.keep_weights if kind == "weights" else self.keep_checkpoints
-
 
 @dataclass(frozen=True)
 class Removal:
@@ -58,7 +55,12 @@ class Removal:
     files: tuple[str, ...]
     bytes: int
     why: str
-    version: Version | None = None
+    version: int | None = None
+
+    @property
+    def manifest(self) -> str:
+        """The manifest of such a version."""
+        return f"{self.path}.json"
 
 
 def plan_removals(store: Store, rule: RetentionRule, only: str = "") -> list[Removal]:
@@ -70,18 +72,17 @@ def plan_removals(store: Store, rule: RetentionRule, only: str = "") -> list[Rem
     runs = read_all_run_files(store)
     if only and only not in runs:
         raise no_run(store, only)
-    named = selected_weights(runs.values())
-    return [item for name in runs if only in ("", name) for item in _of_run(runs[name], runs.values(), named, rule)]
+    named, needed = selected_weights(runs.values()), needed_weights(runs.values())
+    return [item for name in runs if only in ("", name) for item in _of_run(runs[name], named, needed, rule)]
 
 
-def _of_run(run: RunFiles, runs: Collection[RunFiles], named: set[str], rule: RetentionRule) -> Iterator[Removal]:
+def _of_run(run: RunFiles, named: set[str], needed: set[str], rule: RetentionRule) -> Iterator[Removal]:
     groups = _attempts(run)
     yield from _unselected(run, groups, named, rule)
     yield from _spooled(run, groups, rule)
-    yield from _temporary(run, groups, rule)
+    yield from _temporary(run, rule)
     yield from _compactions(run, groups, rule)
-    if rule.keep_weights is not None or rule.keep_checkpoints is not None:
-        yield from _retired(run, groups, needed_weights(run, runs), named, rule)
+    yield from _retired(run, groups, needed, named, rule)
 
 
 def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
@@ -93,9 +94,7 @@ def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
     return groups
 
 
-def _item(
-    run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: Version | None = None
-) -> Removal:
+def _item(run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: int | None = None) -> Removal:
     return Removal(run.name, kind, path, tuple(f.path for f in files), sum(f.bytes for f in files), why, version)
 
 
@@ -139,7 +138,10 @@ def _used_by_stages(run: RunFiles, groups: dict[str, list[Entry]]) -> set[str]:
     used: set[str] = set()
     for stage, folders in attempts.items():
         named = manifests.get(stage, [])
-        used |= set(folders) if len(named) >= len(folders) else named_attempts(run.store, named)
+        if len(named) >= len(folders):
+            used |= set(folders)
+        else:
+            used |= {one for path in named for one in attempts_of(path, read_record(run.store, path, StageManifest))}
     return used
 
 
@@ -149,12 +151,6 @@ def _by_folder(found: Iterable[str]) -> dict[str, list[str]]:
     for path in found:
         folders.setdefault(path.rpartition("/")[0], []).append(path)
     return folders
-
-
-def named_attempts(store: Store, manifests: Sequence[str]) -> set[str]:
-    """The attempts' folders that stage manifests name."""
-    shown = [path for path in manifests if not path.rsplit("/", 1)[-1].startswith(".")]
-    return {folder for path in shown for folder in attempts_of(path, read_record(store, path, StageManifest))}
 
 
 def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
@@ -180,11 +176,10 @@ def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
     return {folder: record for path, record in named for folder in attempts_of(path, record)}
 
 
-def _temporary(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
+def _temporary(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
     """Partial files whose writer died. Hidden files within an attempt are removed with it."""
-    inside = {entry.path for files in groups.values() for entry in files}
     for entry in run.files:
-        hidden = entry.path.rsplit("/", 1)[-1].startswith(".") and entry.path not in inside
+        hidden = entry.path.rsplit("/", 1)[-1].startswith(".") and not paths.attempt_folder(entry.path)
         if hidden and _abandoned(run, [entry], rule):
             yield _item(run, "temporary", entry.path, [entry], "it was never finished")
 
@@ -207,12 +202,11 @@ def _retired(
     run: RunFiles, groups: dict[str, list[Entry]], kept: set[str], named: set[str], rule: RetentionRule
 ) -> Iterator[Removal]:
     """Versions that commits select, and that are older than the newest ones to keep."""
-    for kind in ("weights", "checkpoint"):
-        keep = rule.keeps(kind)
+    for kind, keep in (("weights", rule.keep_weights), ("checkpoint", rule.keep_checkpoints)):
         stored = [v for v in run.versions if v.kind == kind and v.path in named and v.folder in groups]
-        newest = sorted({v.version for v in stored}, reverse=True)[: keep or 0]
-        for version in stored if keep is not None else ():
+        newest = sorted({v.version for v in stored}, reverse=True)[:keep]  # all where no rule is given
+        for version in stored:
             files = groups[version.folder]
             if _old(run, files, rule) and version.version not in newest and version.path not in kept:
                 why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"
-                yield _item(run, kind, version.folder, files, why, version)
+                yield _item(run, kind, version.folder, files, why, version.version)

@@ -10,15 +10,14 @@ from typing import Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import find_record, read_record
-from areal_tasks.store.evaluations import pending_evaluation
+from areal_tasks.store.commit import read_record
 from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.objects.inventory import Entry, entries, store_time
-from areal_tasks.store.reachable import attempts_of, history, named_weights, reachable
+from areal_tasks.store.reachable import attempts_of, history, named_weights, pending_evaluation, reachable
 from areal_tasks.store.runs import Run, load_run, run_names
 from areal_tasks.store.search import last_present
 from areal_tasks.store.weights import read_tags
-from schemas.manifest import IterationCommit, Reference, RunRecord, StageManifest, WeightsManifest, WeightsRef
+from schemas.manifest import IterationCommit, Reference, StageManifest, WeightsManifest, WeightsRef
 
 #: A reference is written before its child is created: for this long, it counts although the child does not exist.
 REFERENCE_SECONDS: Final = 3600.0
@@ -116,12 +115,17 @@ class RunFiles:
         return {folder for folder in folders if not folder.startswith(f"{self.name}/")}
 
     @cached_property
-    def tagged(self) -> set[tuple[int, str]]:
-        return {(tag.version, tag.weights_attempt) for tag in read_tags(self.store, self.name)}
-
-    @cached_property
     def references(self) -> list[Reference]:
-        return live_references(self.store, self.name, self.now)
+        """The references of children that exist or may be about to begin."""
+        found = []
+        for entry in entries(self.store, f"{self.name}/references"):
+            if entry.path.endswith(".json"):  # not one that is being written
+                reference = read_record(self.store, entry.path, Reference)
+                begun = self.store.exists(paths.run_record(reference.child))
+                ended = self.store.exists(paths.run_tombstone(reference.child))
+                if begun or (not ended and self.now - entry.modified < REFERENCE_SECONDS):
+                    found.append(reference)
+        return found
 
 
 def read_run_files(store: Store, name: str, now: float) -> RunFiles:
@@ -140,20 +144,22 @@ def selected_weights(runs: Iterable[RunFiles]) -> set[str]:
     return {path for run in runs for path in (*reachable(run.commits, WeightsRef), *run.initial)}
 
 
-def needed_weights(run: RunFiles, runs: Collection[RunFiles]) -> set[str]:
-    """The manifests of weights and checkpoints of `run` that no retention rule may touch.
+def needed_weights(runs: Collection[RunFiles]) -> set[str]:
+    """The manifests of weights and checkpoints of these runs that no retention rule may touch.
 
     They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged. A
-    fork's history is its parent's too, so that a tag or a reference in the fork may mean files of `run`.
+    fork's history is its parent's too, so that a tag or a reference in the fork may mean files of its parent.
     """
-    found = set(run.initial)
-    for other in runs:
-        found |= {v.path for v in run.versions if v.kind == "weights" and (v.version, v.attempt) in other.tagged}
-        for reference in other.references:  # read before the commits that they refer to
-            found |= _referred(other, reference)
-        found |= _restart(other.commits) | set(other.initial)
-    borrowed = {folder for other in runs for folder in other.borrowed}
-    return found | {version.path for version in run.versions if version.folder in borrowed}
+    borrowed = {folder for run in runs for folder in run.borrowed}
+    tagged = {(tag.version, tag.weights_attempt) for run in runs for tag in read_tags(run.store, run.name)}
+    found = set[str]()
+    for run in runs:
+        found |= {v.path for v in run.versions if v.kind == "weights" and (v.version, v.attempt) in tagged}
+        found |= {v.path for v in run.versions if v.folder in borrowed}
+        for reference in run.references:  # read before the commits that they refer to
+            found |= _referred(run, reference)
+        found |= _restart(run.commits) | set(run.initial)
+    return found
 
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
@@ -180,21 +186,3 @@ def _referred(run: RunFiles, reference: Reference) -> set[str]:
         around = run.commits[reference.iteration - 1 : reference.iteration + 1]  # the later one may name them
         return {ref.path for commit in around for ref in commit.stored if ref.version == reference.iteration}
     return set(reachable(shared, WeightsRef))
-
-
-def borrowers(run: RunFiles, runs: Iterable[RunFiles]) -> list[str]:
-    """The runs whose initial weights are files of `run`."""
-    return [other.name for other in runs if any(folder.startswith(f"{run.name}/") for folder in other.borrowed)]
-
-
-def live_references(store: Store, name: str, now: float) -> list[Reference]:
-    """The references of children that exist or may be about to begin."""
-    found = []
-    for entry in entries(store, f"{name}/references"):
-        if not entry.path.rsplit("/", 1)[-1].startswith("."):
-            reference = read_record(store, entry.path, Reference)
-            begun = find_record(store, paths.run_record(reference.child), RunRecord) is not None
-            ended = store.exists(paths.run_tombstone(reference.child))
-            if begun or (not ended and now - entry.modified < REFERENCE_SECONDS):
-                found.append(reference)
-    return found

@@ -5,78 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Missing, Store
+from areal_tasks.store.backend import Store
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries, remove, remove_folders
 from areal_tasks.store.opening import check_name
-from areal_tasks.store.reachable import attempts_of
-from areal_tasks.store.retention.gc import Removal, named_attempts
-from areal_tasks.store.retention.gc_live import borrowers, needed_weights, read_all_run_files
+from areal_tasks.store.retention.gc import Removal, RetentionRule, plan_removals
+from areal_tasks.store.retention.gc_live import read_all_run_files
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
 from areal_tasks.store.runs import no_run
-from areal_tasks.store.spool import read_start
 from schemas.errors import UserError
 
 
-def remove_planned(store: Store, items: Sequence[Removal]) -> list[Removal]:
-    """Remove the items of `plan_removals`, run by run; returns those removed. Items that are needed meanwhile stay."""
-    removed: list[Removal] = []
-    for run in dict.fromkeys(item.run for item in items):
-        mine = [item for item in items if item.run == run]
-        gone = [*_retire(store, run, mine), *_clear(store, [item for item in mine if not item.version])]
-        if gone:
-            _log_removal(store, run, gone)
-        removed += gone
-    return removed
+def remove_planned(store: Store, items: Sequence[Removal], rule: RetentionRule) -> list[Removal]:
+    """Remove `items`, which `plan_removals` has found by this rule; returns those removed.
 
-
-def _retire(store: Store, run: str, items: Sequence[Removal]) -> list[Removal]:
-    """Remove weights and checkpoints: tombstones first, then a second check of what is needed."""
-    retired = [(item, item.version) for item in items if item.version is not None]
-    for item, version in retired:
-        tombstone = tombstone_path(version.path)
-        write_tombstone(store, tombstone, item.kind, version.path, item.bytes, item.why, version.version)
-    kept = _needed_now(store, run) if retired else set()
-    remove(store, [tombstone_path(version.path) for _, version in retired if version.path in kept])  # they stay
-    gone = [item for item, version in retired if version.path not in kept]
+    It looks again once the tombstones of versions are written. What is needed by then stays, and so does an attempt
+    that a writer which seemed dead has committed after all.
+    """
+    retired = {tombstone_path(item.manifest): item for item in items if item.version is not None}
+    for path, item in retired.items():
+        write_tombstone(store, path, item.kind, item.manifest, item.bytes, item.why, item.version)
+    found = {(item.kind, item.path) for item in (plan_removals(store, rule) if items else ())}
+    gone = [item for item in items if (item.kind, item.path) in found]
+    remove(store, [path for path, item in retired.items() if (item.kind, item.path) not in found])
     for item in gone:
         remove(store, item.files)
+    for run in dict.fromkeys(item.run for item in gone):
+        _log_removal(store, run, [item for item in gone if item.run == run])
     return gone
-
-
-def _needed_now(store: Store, name: str) -> set[str]:
-    runs = read_all_run_files(store)
-    return needed_weights(runs[name], runs.values())
-
-
-def _clear(store: Store, items: Sequence[Removal]) -> list[Removal]:
-    """Remove items that nothing selected when they were found, and nothing selects now."""
-    gone = []
-    for item in items:
-        if item.kind != "attempt" or not _selected_since(store, item):
-            remove(store, item.files)
-            gone.append(item)
-    return gone
-
-
-def _selected_since(store: Store, item: Removal) -> bool:
-    """Whether a writer that seemed dead has committed the attempt after all."""
-    folder = item.path.rsplit("/", 1)[0]
-    if "/stage=" in folder:
-        manifests = [f"{folder}/{name}" for name in store.children(folder) if name.endswith(".json")]
-        return item.path in named_attempts(store, manifests)
-    if folder.startswith(f"{paths.spool(item.run)}/"):
-        records = read_start(store, item.run, int(folder.rsplit("/", 1)[1]))
-        return any(item.path in attempts_of(f"{folder}/{record.n}.json", record) for record in records)
-    manifest = f"{item.path}.json"
-    return manifest not in item.files and store.exists(manifest)
 
 
 def _log_removal(store: Store, run: str, gone: Sequence[Removal]) -> None:
     """Write one log line per kind of removed item."""
     for kind in dict.fromkeys(item.kind for item in gone):
         some = [item for item in gone if item.kind == kind]
-        versions = " ".join(str(item.version.version) for item in some if item.version)
+        versions = " ".join(str(item.version) for item in some if item.version is not None)
         details: dict[str, bool | int | float | str] = {"what": kind, "count": len(some)}
         details |= {"bytes": sum(item.bytes for item in some), "why": some[0].why}
         append_log(store, run, "removed", details | ({"versions": versions} if versions else {}))
@@ -135,7 +98,8 @@ def _check_unused(store: Store, name: str, older_than: float) -> None:
         raise no_run(store, name)
     run = runs[name]
     children = {other.name for other in runs.values() if other.run.record.parent == name}
-    users = sorted({*(r.child for r in run.references), *children, *borrowers(run, runs.values())})
+    borrowers = {n for n, other in runs.items() if any(folder.startswith(f"{name}/") for folder in other.borrowed)}
+    users = sorted({*(r.child for r in run.references), *children, *borrowers})
     if users:
         raise UserError(f"Run {name!r} stays: {', '.join(users)} would lose what they refer to. Remove those first.")
     if not run.ended and run.now - run.newest < older_than:
@@ -147,12 +111,5 @@ def _check_unused(store: Store, name: str, older_than: float) -> None:
 
 def interrupted_removals(store: Store) -> list[str]:
     """The runs whose removal was interrupted."""
-    found = []
-    for name in store.children(""):
-        try:
-            store.size(paths.run_tombstone(name))
-        except Missing:
-            continue
-        if any(not _stays(name, entry.path) for entry in entries(store, name)):
-            found.append(name)
-    return found
+    removed = [name for name in store.children("") if store.exists(paths.run_tombstone(name))]
+    return [name for name in removed if any(not _stays(name, entry.path) for entry in entries(store, name))]

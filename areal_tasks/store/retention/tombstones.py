@@ -16,13 +16,13 @@ from schemas.manifest import Tombstone, WeightsRef
 
 
 def write_tombstone(
-    store: Store, path: str, kind: str, named: str, size: int, reason: str, version: int = -1
+    store: Store, path: str, kind: str, named: str, size: int, reason: str, version: int | None = None
 ) -> Tombstone:
     """Write a tombstone at `path` for the files of `named`, unless there is one; returns the one there."""
     tombstone = Tombstone(
         kind=kind,
         path=named,
-        version=version,
+        version=-1 if version is None else version,
         bytes=size,
         attempt=new_attempt(),
         user=current_user(),
@@ -34,7 +34,7 @@ def write_tombstone(
 
 def find_weights_tombstone(store: Store, ref: WeightsRef) -> Tombstone | None:
     """The tombstone of weights or a checkpoint, if `gc` has removed their files."""
-    return find_record(store, tombstone_path(ref.path), Tombstone)
+    return find_record(store, tombstone_path(ref.path), Tombstone) if ref.written else None
 
 
 def tombstone_path(manifest: str) -> str:
@@ -42,10 +42,10 @@ def tombstone_path(manifest: str) -> str:
     return paths.tombstone(manifest.split("/")[0], *paths.version_of(manifest))
 
 
-def check_kept(store: Store, ref: WeightsRef | None) -> None:
+def check_kept(store: Store, ref: WeightsRef) -> None:
     """UserError if the files of these weights or this checkpoint were removed on purpose."""
-    tombstone = find_weights_tombstone(store, ref) if ref is not None and ref.written else None
-    if tombstone is not None and ref is not None:
+    tombstone = find_weights_tombstone(store, ref)
+    if tombstone is not None:
         raise UserError(
             f"The {tombstone.kind} of version {ref.version} of run {ref.path.split('/')[0]!r} were removed by "
             f"{tombstone.user} on {tombstone.provenance.committed[:10]} ({tombstone.reason}): name another version; "
