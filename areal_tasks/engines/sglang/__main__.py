@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.fetching import in_memory, memory, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
-from areal_tasks.engines.ports import HOST, probe_port
+from areal_tasks.engines.ports import HOST, hold_port
 from areal_tasks.engines.service import (
     TOKEN,
     ModelFolder,
@@ -78,10 +79,13 @@ def end_sglang() -> None:
 
 def run(spec: ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
-    port = choose_port(Inference.model_validate(spec.recipe["inference"]).first_port, spec.name, spec.address)
-    with first_weights(spec) as weights:
-        child = serve(spec, arguments(spec, weights.folder, port), url_at(spec, port), access_of(spec, token), weights)
-    code = child.wait()
+    first_port = Inference.model_validate(spec.recipe["inference"]).first_port
+    with choose_port(first_port, spec.name, spec.address) as held:  # SGLang listens only once it has loaded its model
+        port = held.getsockname()[1]
+        with first_weights(spec) as weights:
+            command = arguments(spec, weights.folder, port)
+            child = serve(spec, command, url_at(spec, port), access_of(spec, token), weights)
+        code = child.wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
 
@@ -125,11 +129,11 @@ def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
     )
 
 
-def choose_port(first: int, name: str, address: str = HOST) -> int:
-    """A free port at this address, or the one that `inference.first_port` gives this server."""
+def choose_port(first: int, name: str, address: str = HOST) -> socket.socket:
+    """Holds a free port at this address, or the one that `inference.first_port` gives this server."""
     port = first + server_index(name) if first else 0
     try:
-        return probe_port(port, address)
+        return hold_port(port, address)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"inference.first_port: {name} cannot listen on port {port} ({error}); choose others"
