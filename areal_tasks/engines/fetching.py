@@ -39,19 +39,13 @@ class Fetched:
 
     @contextmanager
     def local(self, store: Store, ref: WeightsRef) -> Iterator[Path]:
-        """The files of `ref` in a folder of this machine, for servers to load.
-
-        Those of a store on this machine are hashed while the servers load them, which takes as long.
-
-        Raises:
-            UserError: a file is damaged; possibly raised only on leaving, after servers have loaded it.
-        """
-        files = read_weights(store, ref).files
-        if (folder := store.local(common_folder(files))) is None:
-            yield self.hold(in_memory(store, files))
+        """The files of `ref` in a folder of this machine, for servers to load. Errors as of `local_weights`."""
+        weights = local_weights(store, read_weights(store, ref).files)
+        if store.local("") is None:
+            yield self.hold(weights)
             return
         self.release_older()
-        with concurrently(lambda: materialise(store, files, folder, verify=True)):
+        with weights as folder:
             yield folder
 
     def hold(self, folder: AbstractContextManager[Path]) -> Path:
@@ -68,6 +62,23 @@ class Fetched:
         """Release all weights: no server loads them any longer."""
         self._before.close()
         self._last.close()
+
+
+@contextmanager
+def local_weights(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
+    """A folder of this machine with these files, which engines load inside this context.
+
+    Those of a store on this machine are hashed meanwhile, which takes as long; others are fetched into memory.
+
+    Raises:
+        UserError: a file is damaged; possibly raised only on leaving.
+    """
+    if (folder := store.local(common_folder(files))) is None:
+        with in_memory(store, files) as fetched:
+            yield fetched
+        return
+    with concurrently(lambda: materialise(store, files, folder, verify=True)):
+        yield folder
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class UpdatedPool(ServerPool):
         While the others are interrupted for weights from the trainer, its requests in flight end first: otherwise they
         would continue with the new weights.
         """
-        if self._interrupted:
+        if self.target is not None and not self.target.key:  # the versions are unknown
             await server.drained(self.followers.busy)
         server.held = False
         if server in self.servers:
@@ -121,11 +121,6 @@ class UpdatedPool(ServerPool):
         self._versions_unknown = True
         await self.followers.acknowledged()
         await self._drop_all()
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether the versions are unknown, as while the trainer sends weights."""
-        return self.target is not None and not self.target.key
 
     def _forget_versions(self) -> None:
         if self.target is not None:
@@ -180,18 +175,15 @@ class UpdatedPool(ServerPool):
         assert target is not None
         if self._loading.drains:
             await server.drained(self.followers.busy)
-        async with self._stopped(server, self._loading.pause):
-            await self._order_load(server, target)
-        await self._confirm(server, target)
-        return time.perf_counter() - started
-
-    async def _order_load(self, server: Server, target: Target) -> None:
         try:
-            await server.load_weights(target, self._loading.flags)
+            async with self._stopped(server, self._loading.pause):
+                await server.load_weights(target, self._loading.flags)
         except BadRequest as error:
             if self._external and target.uri and "://" not in target.uri:
                 raise BadRequest(folder_not_visible(str(error), target.uri)) from error
             raise
+        await self._confirm(server, target)
+        return time.perf_counter() - started
 
     async def _confirm(self, server: Server, given: Target) -> None:
         """Have the server generate if it reports the weights that it was given and they are still the target."""

@@ -149,18 +149,15 @@ class ResidentTrainer:
         if (held := client.health().version) not in accepted:
             now = "no policy loaded" if held is None else f"the trainer holds version {held}"
             log.info("%s; restoring version %d", now, version)
-            self._note(restore(self.run, client, self._initial(), version))
+            if (found := restore(self.run, client, self._initial(), version)) is not None:
+                self._retrained.append(found)
         return client
 
     def _after(self, client: TrainerClient, train: StageManifest) -> TrainerClient:
         if client.health().version != train.iteration + 1:
             self._holding(client, train.iteration, train.iteration)
-            self._note(retrain_stage(self.run, client, train))
+            self._retrained.append(retrain_stage(self.run, client, train))
         return client
-
-    def _note(self, found: Retrained | None) -> None:
-        if found is not None:
-            self._retrained.append(found)
 
 
 # ── retraining ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +194,7 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
 
     Returns how the retrained iterations compare with the committed ones; None if none was retrained.
     """
-    checkpoint = newest_checkpoint(run, version)
+    checkpoint = run.commit(version - 1).checkpoint if version else None
     first = checkpoint.version if checkpoint else 0
     trainer.run(Load(owner=run.owner, version=first, weights=initial, checkpoint=checkpoint), Done)
     drift = [retrain(run, trainer, k) for k in range(first, version)]
@@ -227,11 +224,6 @@ def worst(several: Iterable[Retrained]) -> Retrained:
     weights = [part.weights for part in parts if part.weights is not None]
     found = replace(largest, weights=max(weights, default=None), loss=max(part.loss for part in parts))
     return replace(found, first=longest.first, iterations=longest.iterations)
-
-
-def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
-    """The newest checkpoint at or before `version`."""
-    return None if version == 0 else run.commit(version - 1).checkpoint
 
 
 def retrain(run: Run, trainer: TrainerClient, iteration: int) -> Retrained:

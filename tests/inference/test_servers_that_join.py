@@ -63,7 +63,7 @@ def test_what_a_server_has_under_way_that_is_gone_is_repeated_and_nothing_else()
             await until(lambda: len(client.healthy()) == 2)
             asked = requests(8)
             work = asyncio.ensure_future(client.generate(asked))
-            await until(lambda: len(going.bodies) == 4 and client.finished == 8)
+            await until(lambda: len(going.bodies) == 4 and sum(server.done for server in client.servers) == 8)
             await client.sync(starts(staying), [staying.url])
             results = await work
             check(asked, results)
