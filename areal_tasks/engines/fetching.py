@@ -18,10 +18,10 @@ from typing import Final
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.objects.files import common_folder, digest_of, materialise, read_weights
+from areal_tasks.store.objects.files import common_folder, digest_of, materialise
 from areal_tasks.store.parallel import concurrently
 from schemas.errors import UserError
-from schemas.manifest import FileRef, WeightsManifest, WeightsRef
+from schemas.manifest import FileRef, WeightsManifest
 
 MEMORY: Final = Path("/dev/shm")
 PREFIX: Final = "arealflow-weights-"  # of folders in memory
@@ -38,9 +38,8 @@ class Fetched:
         self._before, self._last = ExitStack(), ExitStack()
 
     @contextmanager
-    def local(self, store: Store, ref: WeightsRef) -> Iterator[Path]:
-        """The files of `ref` in a folder of this machine, for servers to load. Errors as of `local_weights`."""
-        weights = local_weights(store, read_weights(store, ref).files)
+    def opened(self, store: Store, weights: AbstractContextManager[Path]) -> Iterator[Path]:
+        """The folder of `weights`, which are newer than all before. Those of a store on this machine are not held."""
         if store.local("") is None:
             yield self.hold(weights)
             return
@@ -83,19 +82,18 @@ def local_weights(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
 
 @contextmanager
 def weights_folder(store: Store, source: str) -> Iterator[Path]:
-    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names."""
+    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names.
+
+    Errors as of `local_weights`.
+    """
     stem = store.uri("x")[:-1]
     if "://" in source and not source.startswith(stem):
         raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
     if not source.startswith(stem) or Path(source).is_dir():
         yield Path(source)
         return
-    files = read_record(store, source.removeprefix(stem), WeightsManifest).files
-    if (folder := store.local(common_folder(files))) is not None:
-        yield materialise(store, files, folder, verify=True)
-        return
-    with in_memory(store, files) as fetched:
-        yield fetched
+    with local_weights(store, read_record(store, source.removeprefix(stem), WeightsManifest).files) as folder:
+        yield folder
 
 
 @contextmanager

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.handover import name_of
+from areal_tasks.engines.handover import WeightsSource, name_of
 from areal_tasks.engines.loop_thread import Call
 from areal_tasks.engines.server import Server
-from areal_tasks.engines.weights_source import WeightsSource
 from schemas.manifest import WeightsRef
 
 

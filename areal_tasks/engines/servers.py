@@ -20,7 +20,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Transport, name_of, sending_ranks, write_weights
+from areal_tasks.engines.handover import Transport, WeightsSource, name_of, read_store, sending_ranks, write_weights
 from areal_tasks.engines.holding import Holder
 from areal_tasks.engines.loop_thread import BRIEF_SECONDS, LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
@@ -30,7 +30,6 @@ from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.engines.weights_source import WeightsSource, read_store
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor

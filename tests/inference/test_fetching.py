@@ -23,8 +23,9 @@ from schemas.manifest import FileRef, WeightsRef
 USES = """
 import sys
 from pathlib import Path
-from areal_tasks.engines.fetching import in_memory, read_weights
+from areal_tasks.engines.fetching import in_memory
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.objects.files import read_weights
 from schemas.manifest import WeightsRef
 store = open_store(sys.argv[1])
 with in_memory(store, read_weights(store, WeightsRef.model_validate_json(sys.argv[2])).files, Path(sys.argv[3])) as f:
