@@ -97,21 +97,25 @@ def weights_folder(store: Store, source: str) -> Iterator[Path]:
 
 
 @contextmanager
-def in_memory(store: Store, files: Sequence[FileRef], parent: Path | None = None) -> Iterator[Path]:
-    """A folder in memory (below `parent`) with these files of a remote store. Another process may use it, too.
+def in_memory(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
+    """A folder in memory with these files of a remote store, inside this context. Another process may use it, too.
 
     Files are verified before they get their names, so that one that is there in full size need not be.
     """
-    parent = parent or memory()
-    remove_unused(parent)
-    with _used(parent / f"{PREFIX}{os.getuid()}-{digest_of(files)}") as folder:
+    remove_unused()
+    folder = memory() / f"{PREFIX}{os.getuid()}-{digest_of(files)}"
+    lock = _enter(folder)
+    try:
         if folder.stat().st_uid != os.getuid():
             raise UserError(f"{folder} belongs to another user, who could change the weights in it: remove it")
-        with _locked(folder / FETCHES):
+        with (folder / FETCHES).open("w") as fetches:
+            fcntl.flock(fetches, fcntl.LOCK_EX)
             for partial in folder.rglob(".*.*"):  # of a process that was killed
                 partial.unlink()
             materialise(store, files, folder)
         yield folder
+    finally:
+        _leave(folder, lock)
 
 
 def memory() -> Path:
@@ -119,21 +123,11 @@ def memory() -> Path:
     return MEMORY if MEMORY.is_dir() else Path(gettempdir())
 
 
-def remove_unused(parent: Path) -> None:
-    """Remove the folders below `parent` that no process uses. Those of other users cannot be opened, and stay."""
-    for folder in parent.glob(f"{PREFIX}*"):
+def remove_unused() -> None:
+    """Remove the folders in memory that no process uses. Those of other users cannot be opened, and stay."""
+    for folder in memory().glob(f"{PREFIX}*"):
         with suppress(OSError):
             _leave(folder, _opened(folder))
-
-
-@contextmanager
-def _used(folder: Path) -> Iterator[Path]:
-    """The folder, which exists inside this context; its last user removes it."""
-    lock = _enter(folder)
-    try:
-        yield folder
-    finally:
-        _leave(folder, lock)
 
 
 def _enter(folder: Path) -> int:
@@ -170,10 +164,3 @@ def _is_at(folder: Path, lock: int) -> bool:
         return os.path.samestat(os.stat(folder), os.fstat(lock))
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -147,12 +148,7 @@ class UpdatedPool(ServerPool):
         """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
         target = Target(version, key)
         self._set_target(target)
-
-        async def confirmed(server: Server) -> str:
-            await self._confirm(server, target)
-            return server.url
-
-        return await self.each(confirmed, urls)
+        return await self.each(partial(self._confirm, given=target), urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
         """The answers of all healthy servers (of `urls`), asked concurrently. A server that fails is evicted.
@@ -185,14 +181,18 @@ class UpdatedPool(ServerPool):
         await self._confirm(server, target)
         return time.perf_counter() - started
 
-    async def _confirm(self, server: Server, given: Target) -> None:
-        """Have the server generate if it reports the weights that it was given and they are still the target."""
+    async def _confirm(self, server: Server, given: Target) -> str:
+        """Have the server generate if it reports the weights that it was given and they are still the target.
+
+        Returns its address.
+        """
         if (held := await server.ask_version()) != str(given.version):
             raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:
             raise ServerDown(f"{server.url} has loaded {given}, but the target is now {self.target}")
         server.current = True
         self._dispatch()
+        return server.url
 
     async def _catch_up(self, server: Server) -> None:
         """Have the server load the target, unless it holds that already or only the trainer can send it."""

@@ -30,7 +30,7 @@ def listen(address: str = HOST) -> socket.socket:
     return listener
 
 
-def hold_port(wanted: int = 0, address: str = HOST) -> socket.socket:
+def hold_port(wanted: int, address: str) -> socket.socket:
     """A socket on the port `wanted` of this machine's address, or for 0 on any free one. It does not listen.
 
     While it is open, only a server that names the port can listen on it, as with uvicorn: the system gives it to no

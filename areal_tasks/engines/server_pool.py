@@ -132,8 +132,7 @@ class ServerPool(ABC):
             if (server := known.get(one.url)) is None:
                 self.servers.append(server := self._server(one.url, one.start))
             server.current, server.version = one.may_generate, one.version
-        if serving.requests is not None:
-            await self.bound_requests(serving.requests)
+        await self.bound_requests(serving.requests)
         if serving.versions_unknown:
             await self._drop_all()
         self._dispatch()

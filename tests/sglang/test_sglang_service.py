@@ -18,7 +18,7 @@ import pytest
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.models import file_states
-from areal_tasks.engines.ports import probe_port
+from areal_tasks.engines.ports import HOST, probe_port
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.sglang.__main__ import choose_port, first_weights
 from areal_tasks.launchers.local import LocalHandle
@@ -293,14 +293,14 @@ def test_no_other_program_gets_its_port_before_it_listens(begin: Begin) -> None:
 
 
 def test_ports_are_free_or_the_ones_asked_for() -> None:
-    with choose_port(0, NAME) as held:
+    with choose_port(0, NAME, HOST) as held:
         port = held.getsockname()[1]
-        with choose_port(port - 3, "inference-3") as same, socket.create_server(("127.0.0.1", port)):
+        with choose_port(port - 3, "inference-3", HOST) as same, socket.create_server((HOST, port)):
             assert same.getsockname()[1] == port > 0
             with pytest.raises(UserError, match=rf"inference-3 cannot listen on port {port} \(.*in use\)"):
-                choose_port(port - 3, "inference-3")
+                choose_port(port - 3, "inference-3", HOST)
     with pytest.raises(UserError, match=r"inference\.first_port: inference-9 cannot listen on port 65540"):
-        choose_port(65531, "inference-9")
+        choose_port(65531, "inference-9", HOST)
 
 
 # ── started by a user ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -69,17 +70,13 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     return Server(engine, store).app()
 
 
-def _end() -> None:
-    """End the process, which its supervisor restarts."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> None:
     """Serve until terminated; exits with the reason if the model cannot be served."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
     with exit_with_reason():
-        serve(make_app(spec, _end), spec)
+        on_failure = partial(os.kill, os.getpid(), signal.SIGTERM)  # the supervisor restarts the process
+        serve(make_app(spec, on_failure), spec)
 
 
 class Server:

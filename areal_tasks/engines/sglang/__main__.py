@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.fetching import local_weights, memory, remove_unused
+from areal_tasks.engines.fetching import local_weights, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
-from areal_tasks.engines.ports import HOST, hold_port
+from areal_tasks.engines.ports import hold_port
 from areal_tasks.engines.service import (
     TOKEN,
     ModelFolder,
@@ -71,7 +71,7 @@ def main() -> None:
 def end_sglang() -> None:
     """End its processes, which leave their weights in memory."""
     end_descendants()
-    remove_unused(memory())
+    remove_unused()
 
 
 def run(spec: ServiceSpec, token: str) -> int:
@@ -79,7 +79,8 @@ def run(spec: ServiceSpec, token: str) -> int:
     first_port = Inference.model_validate(spec.recipe["inference"]).first_port
     with choose_port(first_port, spec.name, spec.address) as held:  # SGLang listens only once it has loaded its model
         port = held.getsockname()[1]
-        url, access = url_at(spec, port), access_of(spec, token)
+        url = url_at(spec, port)
+        access = Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
         with first_weights(spec) as folder:
             child, ready = start_within_attempts(spec, arguments(spec, folder, port), url, access)
         if ready:
@@ -87,11 +88,6 @@ def run(spec: ServiceSpec, token: str) -> int:
         code = child.wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
-
-
-def access_of(spec: ServiceSpec, token: str) -> Access:
-    """What this process needs to ask SGLang."""
-    return Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
 
 
 def start_within_attempts(
@@ -125,7 +121,7 @@ def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
     )
 
 
-def choose_port(first: int, name: str, address: str = HOST) -> socket.socket:
+def choose_port(first: int, name: str, address: str) -> socket.socket:
     """Holds a free port at this address, or the one that `inference.first_port` gives this server."""
     port = first + server_index(name) if first else 0
     try:
