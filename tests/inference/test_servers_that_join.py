@@ -436,7 +436,7 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
 
 def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_again(engines: Engines) -> None:
     client = engines.servers.inference()
-    engines.servers._loop.run(client.forget_versions())
+    engines.servers.loop.run(client.forget_versions())
     ends(engines, 1)
     wait_until(lambda: len(client.healthy()) == 2)
     assert all(server.may_generate for server in engines.servers.inference().servers)
