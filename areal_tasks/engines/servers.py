@@ -20,7 +20,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.handover import Transport, WeightsSource, name_of, read_store, sending_ranks, write_weights
-from areal_tasks.engines.loop_thread import BRIEF_SECONDS, LoopThread
+from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.starting import evaluator_names, ready, worker_names
@@ -100,6 +100,9 @@ class Servers:
         with self._lock:
             before, self.recipe, self.placement = self.names, recipe, placement
             join()
+            for name in self.names:
+                if name not in before:
+                    log.info("%s joins the run", name)
             if self._client is not None and not isinstance(recipe, SftRecipe):
                 self.loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
             self._retire([name for name in before if name not in self.names])
@@ -207,10 +210,6 @@ class Servers:
         waits_for = "generation" if generates else "a command to the servers"
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
             return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
-
-    def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine in that loop, without supervising the servers. TimeoutError after `BRIEF_SECONDS`."""
-        self.loop.run(work, BRIEF_SECONDS)
 
     def _supervise_if_free(self, generates: InferenceClient | None) -> None:
         if not self._lock.acquire(blocking=False):
