@@ -20,15 +20,7 @@ from typing import Any, Final, NamedTuple
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.pool_weights import UpdatedPool
-from areal_tasks.engines.server import (
-    BadRequest,
-    Server,
-    ServerDown,
-    choose,
-    each_token,
-    stale_runs,
-    version_runs,
-)
+from areal_tasks.engines.server import BadRequest, Server, ServerDown, choose, each_token, stale_runs, version_runs
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
@@ -124,7 +116,6 @@ class InferenceClient(UpdatedPool):
         interruption: Interruption | None = None,
     ) -> None:
         super().__init__(urls, access, settings, patience_seconds, interruption)
-        self.finished = 0  # requests completed since this client was made
         self._ends = ends
         self._gathered: list[_Work] = []  # in this iteration of the event loop
         self._waiting: deque[_Waiter] = deque()
@@ -155,9 +146,9 @@ class InferenceClient(UpdatedPool):
     def _begin(self) -> None:
         works, self._gathered = [work for work in self._gathered if not work.done.done()], []
         for chunk in _chunks(works, self.settings.groups_per_request):
-            task, wanted = asyncio.ensure_future(self._finish(chunk)), {work.done for work in chunk}
-            for work in chunk:
-                work.done.add_done_callback(partial(_end_unwanted, task, wanted))
+            task = asyncio.ensure_future(self._finish(chunk))
+            wanted = asyncio.gather(*(work.done for work in chunk), return_exceptions=True)
+            wanted.add_done_callback(partial(_cancel, task))
 
     async def _finish(self, chunk: list[_Work]) -> None:
         """Complete the requests of a chunk. If a server refuses it, each group is sent by itself."""
@@ -210,9 +201,10 @@ class InferenceClient(UpdatedPool):
         """After the end of an answer: finish the request, or prepare it to continue from its partial output."""
         result = work.result
         if result.stop_reason == "abort":
-            _drop_last_token(work)
+            # SGLang checks for an abort before it checks for the end: the last token may be the one that ends the text.
+            # An abort does not depend on the token that it hits, so sampling it again gives the same distribution.
+            _cut(work, max(work.known, len(result.output_ids) - 1))
         else:
-            self.finished += 1
             result.seconds = seconds
             if not result.text and (detokenizer := self._ends().detokenizer) is not None:
                 [result.text] = detokenizer.texts([result.output_ids])
@@ -332,11 +324,9 @@ def _chunks(works: Iterable[_Work], groups: int) -> list[list[_Work]]:
     return found
 
 
-def _end_unwanted(task: asyncio.Task[None], wanted: set[asyncio.Future[None]], done: asyncio.Future[None]) -> None:
-    """Callback of a request that is done or cancelled: after the last one of its chunk, cancel the chunk's task."""
-    wanted.discard(done)
-    if not wanted:
-        task.cancel()
+def _cancel(task: asyncio.Task[None], wanted: object) -> None:
+    """Callback when each request of a chunk is done or cancelled: end the chunk's task."""
+    task.cancel()
 
 
 def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
@@ -394,15 +384,6 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
         result.stop_reason = ended["type"]
     if ended is None or ended["type"] != "abort":
         work.known = len(result.output_ids)
-
-
-def _drop_last_token(work: _Work) -> None:
-    """Drop the last token of an interrupted result, to sample it again, unless it is known not to end the completion.
-
-    SGLang checks for an abort before it checks for the end: the last token may be the one that ends the text. An abort
-    does not depend on the token that it hits, so sampling that token again gives the same distribution.
-    """
-    _cut(work, max(work.known, len(work.result.output_ids) - 1))
 
 
 def _cut(work: _Work, tokens: int) -> None:

@@ -18,10 +18,10 @@ from typing import Final
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.objects.files import common_folder, digest_of, materialise, read_weights
+from areal_tasks.store.objects.files import common_folder, digest_of, materialise
 from areal_tasks.store.parallel import concurrently
 from schemas.errors import UserError
-from schemas.manifest import FileRef, WeightsManifest, WeightsRef
+from schemas.manifest import FileRef, WeightsManifest
 
 MEMORY: Final = Path("/dev/shm")
 PREFIX: Final = "arealflow-weights-"  # of folders in memory
@@ -38,20 +38,13 @@ class Fetched:
         self._before, self._last = ExitStack(), ExitStack()
 
     @contextmanager
-    def local(self, store: Store, ref: WeightsRef) -> Iterator[Path]:
-        """The files of `ref` in a folder of this machine, for servers to load.
-
-        Those of a store on this machine are hashed while the servers load them, which takes as long.
-
-        Raises:
-            UserError: a file is damaged; possibly raised only on leaving, after servers have loaded it.
-        """
-        files = read_weights(store, ref).files
-        if (folder := store.local(common_folder(files))) is None:
-            yield self.hold(in_memory(store, files))
+    def opened(self, store: Store, weights: AbstractContextManager[Path]) -> Iterator[Path]:
+        """The folder of `weights`, which are newer than all before. Those of a store on this machine are not held."""
+        if store.local("") is None:
+            yield self.hold(weights)
             return
         self.release_older()
-        with concurrently(lambda: materialise(store, files, folder, verify=True)):
+        with weights as folder:
             yield folder
 
     def hold(self, folder: AbstractContextManager[Path]) -> Path:
@@ -71,38 +64,58 @@ class Fetched:
 
 
 @contextmanager
+def local_weights(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
+    """A folder of this machine with these files, which engines load inside this context.
+
+    Those of a store on this machine are hashed meanwhile, which takes as long; others are fetched into memory.
+
+    Raises:
+        UserError: a file is damaged; possibly raised only on leaving.
+    """
+    if (folder := store.local(common_folder(files))) is None:
+        with in_memory(store, files) as fetched:
+            yield fetched
+        return
+    with concurrently(lambda: materialise(store, files, folder, verify=True)):
+        yield folder
+
+
+@contextmanager
 def weights_folder(store: Store, source: str) -> Iterator[Path]:
-    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names."""
+    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names.
+
+    Errors as of `local_weights`.
+    """
     stem = store.uri("x")[:-1]
     if "://" in source and not source.startswith(stem):
         raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
     if not source.startswith(stem) or Path(source).is_dir():
         yield Path(source)
         return
-    files = read_record(store, source.removeprefix(stem), WeightsManifest).files
-    if (folder := store.local(common_folder(files))) is not None:
-        yield materialise(store, files, folder, verify=True)
-        return
-    with in_memory(store, files) as fetched:
-        yield fetched
+    with local_weights(store, read_record(store, source.removeprefix(stem), WeightsManifest).files) as folder:
+        yield folder
 
 
 @contextmanager
-def in_memory(store: Store, files: Sequence[FileRef], parent: Path | None = None) -> Iterator[Path]:
-    """A folder in memory (below `parent`) with these files of a remote store. Another process may use it, too.
+def in_memory(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
+    """A folder in memory with these files of a remote store, inside this context. Another process may use it, too.
 
     Files are verified before they get their names, so that one that is there in full size need not be.
     """
-    parent = parent or memory()
-    remove_unused(parent)
-    with _used(parent / f"{PREFIX}{os.getuid()}-{digest_of(files)}") as folder:
+    remove_unused()
+    folder = memory() / f"{PREFIX}{os.getuid()}-{digest_of(files)}"
+    lock = _enter(folder)
+    try:
         if folder.stat().st_uid != os.getuid():
             raise UserError(f"{folder} belongs to another user, who could change the weights in it: remove it")
-        with _locked(folder / FETCHES):
+        with (folder / FETCHES).open("w") as fetches:
+            fcntl.flock(fetches, fcntl.LOCK_EX)
             for partial in folder.rglob(".*.*"):  # of a process that was killed
                 partial.unlink()
             materialise(store, files, folder)
         yield folder
+    finally:
+        _leave(folder, lock)
 
 
 def memory() -> Path:
@@ -110,21 +123,11 @@ def memory() -> Path:
     return MEMORY if MEMORY.is_dir() else Path(gettempdir())
 
 
-def remove_unused(parent: Path) -> None:
-    """Remove the folders below `parent` that no process uses. Those of other users cannot be opened, and stay."""
-    for folder in parent.glob(f"{PREFIX}*"):
+def remove_unused() -> None:
+    """Remove the folders in memory that no process uses. Those of other users cannot be opened, and stay."""
+    for folder in memory().glob(f"{PREFIX}*"):
         with suppress(OSError):
             _leave(folder, _opened(folder))
-
-
-@contextmanager
-def _used(folder: Path) -> Iterator[Path]:
-    """The folder, which exists inside this context; its last user removes it."""
-    lock = _enter(folder)
-    try:
-        yield folder
-    finally:
-        _leave(folder, lock)
 
 
 def _enter(folder: Path) -> int:
@@ -161,10 +164,3 @@ def _is_at(folder: Path, lock: int) -> bool:
         return os.path.samestat(os.stat(folder), os.fstat(lock))
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

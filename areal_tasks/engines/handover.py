@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from areal_tasks.engines.fetching import Fetched, local_weights
 from areal_tasks.engines.trainer.commands import Publish, Written
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.placement import server_needs, trainer_needs
+from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import commit_weights
+from areal_tasks.store.objects.files import commit_weights, common_folder, read_weights
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsRef
-from schemas.recipe.recipe import Recipe, RlhfRecipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 Transport = Literal["store", "tensor", "nccl"]
 
@@ -97,3 +101,39 @@ def write_weights(run: Run, trainer: TrainerClient, version: int) -> Published:
     provenance = make_provenance(run.owner, started)
     ref = commit_weights(run.store, run.name, version, attempt, "weights", files, provenance)
     return Published(ref, files, time.monotonic() - began)
+
+
+# ── through the store ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class WeightsSource:
+    """`reads_store`: whether the servers load weights from the store by themselves; else they load folders."""
+
+    def __init__(self, store: Store, reads_store: bool) -> None:
+        self.store = store
+        self.reads_store = reads_store
+        self.fetched = Fetched()
+
+    def target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
+        """Version, name and URL or folder of these weights; None if servers cannot load them by themselves."""
+        if not ref.written or self.reads_store:
+            return ref.version, name_of(ref), self.store.uri(ref.path) if ref.written else None
+        folder = self.store.local(common_folder(read_weights(self.store, ref).files))
+        return ref.version, name_of(ref), str(folder) if folder else None
+
+    @contextmanager
+    def opened(self, ref: WeightsRef) -> Iterator[str]:
+        """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary."""
+        if self.reads_store:
+            yield self.store.uri(ref.path)
+            return
+        weights = local_weights(self.store, read_weights(self.store, ref).files)
+        with self.fetched.opened(self.store, weights) as folder:
+            yield str(folder)
+
+
+def read_store(recipe: Recipe, external: Sequence[str]) -> bool:
+    """Whether servers of this recipe load weights from the store by themselves; `external` ones of SGLang are asked."""
+    if isinstance(recipe, SftRecipe):
+        return False
+    return recipe.inference.engine == "embedded" or not (external or on_this_machine(recipe.launcher))

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -108,7 +109,7 @@ class UpdatedPool(ServerPool):
         While the others are interrupted for weights from the trainer, its requests in flight end first: otherwise they
         would continue with the new weights.
         """
-        if self._interrupted:
+        if self.target is not None and not self.target.key:  # the versions are unknown
             await server.drained(self.followers.busy)
         server.held = False
         if server in self.servers:
@@ -121,11 +122,6 @@ class UpdatedPool(ServerPool):
         self._versions_unknown = True
         await self.followers.acknowledged()
         await self._drop_all()
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether the versions are unknown, as while the trainer sends weights."""
-        return self.target is not None and not self.target.key
 
     def _forget_versions(self) -> None:
         if self.target is not None:
@@ -152,12 +148,7 @@ class UpdatedPool(ServerPool):
         """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
         target = Target(version, key)
         self._set_target(target)
-
-        async def confirmed(server: Server) -> str:
-            await self._confirm(server, target)
-            return server.url
-
-        return await self.each(confirmed, urls)
+        return await self.each(partial(self._confirm, given=target), urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
         """The answers of all healthy servers (of `urls`), asked concurrently. A server that fails is evicted.
@@ -180,27 +171,28 @@ class UpdatedPool(ServerPool):
         assert target is not None
         if self._loading.drains:
             await server.drained(self.followers.busy)
-        async with self._stopped(server, self._loading.pause):
-            await self._order_load(server, target)
-        await self._confirm(server, target)
-        return time.perf_counter() - started
-
-    async def _order_load(self, server: Server, target: Target) -> None:
         try:
-            await server.load_weights(target, self._loading.flags)
+            async with self._stopped(server, self._loading.pause):
+                await server.load_weights(target, self._loading.flags)
         except BadRequest as error:
             if self._external and target.uri and "://" not in target.uri:
                 raise BadRequest(folder_not_visible(str(error), target.uri)) from error
             raise
+        await self._confirm(server, target)
+        return time.perf_counter() - started
 
-    async def _confirm(self, server: Server, given: Target) -> None:
-        """Have the server generate if it reports the weights that it was given and they are still the target."""
+    async def _confirm(self, server: Server, given: Target) -> str:
+        """Have the server generate if it reports the weights that it was given and they are still the target.
+
+        Returns its address.
+        """
         if (held := await server.ask_version()) != str(given.version):
             raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:
             raise ServerDown(f"{server.url} has loaded {given}, but the target is now {self.target}")
         server.current = True
         self._dispatch()
+        return server.url
 
     async def _catch_up(self, server: Server) -> None:
         """Have the server load the target, unless it holds that already or only the trainer can send it."""

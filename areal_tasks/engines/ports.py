@@ -30,15 +30,30 @@ def listen(address: str = HOST) -> socket.socket:
     return listener
 
 
-def probe_port(wanted: int = 0, address: str = HOST) -> int:
-    """`wanted` if it is free at this address of the machine, or for 0 any port that is free now.
+def hold_port(wanted: int, address: str) -> socket.socket:
+    """A socket on the port `wanted` of this machine's address, or for 0 on any free one. It does not listen.
+
+    While it is open, only a server that names the port can listen on it, as with uvicorn: the system gives it to no
+    other program.
 
     Raises:
         OSError: the port is in use, or this process has no permission to listen on it.
         OverflowError: there is no such port.
     """
-    with socket.create_server((address, wanted), family=family(address)) as probe:
-        port: int = probe.getsockname()[1]
+    held = socket.socket(family(address))
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((address, wanted))
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def probe_port(wanted: int = 0, address: str = HOST) -> int:
+    """`wanted` if it is free now, or for 0 any port that is. Errors as of `hold_port`."""
+    with hold_port(wanted, address) as held:
+        port: int = held.getsockname()[1]
     return port
 
 

@@ -182,6 +182,8 @@ class Sampler:
             return flow_state(flow)
         if service is not None and not service.url:
             return State(waits_for="a machine" if service.handle.waiting() else "start")
+        if service is not None and service.handle.exit_code() is not None:
+            return State(waits_for="restart")
         if name in self.engines.actor.names:
             return trainer_state(flow)
         url = service.url if service else name

@@ -132,8 +132,7 @@ class ServerPool(ABC):
             if (server := known.get(one.url)) is None:
                 self.servers.append(server := self._server(one.url, one.start))
             server.current, server.version = one.may_generate, one.version
-        if serving.requests is not None:
-            await self.bound_requests(serving.requests)
+        await self.bound_requests(serving.requests)
         if serving.versions_unknown:
             await self._drop_all()
         self._dispatch()
@@ -170,6 +169,11 @@ class ServerPool(ABC):
         found = await asyncio.gather(*(server.reads(store) for server in self.servers), return_exceptions=True)
         answers = [one for one in found if isinstance(one, bool)]
         return bool(answers) and all(answers)
+
+    @property
+    def starts(self) -> set[tuple[str, int]]:
+        """(address, number of the start) of each server."""
+        return {(server.url, server.start) for server in self.servers}
 
     def healthy(self) -> list[str]:
         """Addresses of the servers that are neither evicted nor held."""

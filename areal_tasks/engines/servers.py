@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -20,9 +19,8 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.external import external_servers, external_token
-from areal_tasks.engines.handover import Transport, name_of, sending_ranks, write_weights
-from areal_tasks.engines.holding import Holder
-from areal_tasks.engines.loop_thread import BRIEF_SECONDS, LoopThread
+from areal_tasks.engines.handover import Transport, WeightsSource, name_of, read_store, sending_ranks, write_weights
+from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.starting import evaluator_names, ready, worker_names
@@ -30,7 +28,6 @@ from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.engines.weights_source import WeightsSource, read_store
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed, Supervisor
@@ -78,9 +75,9 @@ class Servers:
         self._lock = threading.RLock()  # stages that run concurrently use the same servers
         self._client: InferenceClient | None = None
         self._ready: list[Ready] = []  # as the client knows them
-        self._loop = LoopThread()
-        self._holder = Holder(self._loop.run, self.call, lambda pool, key: self.call(pool.hold(key), generates=pool))
-        of_run = recipe, generates, supervisor, watchdog, self._loop
+        self.loop = LoopThread()
+        self.holder: InferenceClient | None = None  # of the one server that is held (`holding.py`)
+        of_run = recipe, generates, supervisor, watchdog, self.loop
         self.all_workers = [Workers(names, *of_run) for names in (worker_names, evaluator_names)]
         self.workers, self.evaluators = self.all_workers
         self._proof = Proof(self.call, is_proven(recipe))
@@ -91,11 +88,11 @@ class Servers:
         for workers in self.all_workers:
             workers.serve(None)
         for client in self._clients():
-            self._loop.run(client.close())
+            self.loop.run(client.close())
 
     def closed(self) -> None:
         """Stop the event loop and free the fetched weights, after the servers have ended."""
-        self._loop.stop()
+        self.loop.stop()
         self.weights.fetched.close()
 
     def adapt(self, recipe: Recipe, placement: Placement, join: Callable[[], None]) -> None:
@@ -103,8 +100,11 @@ class Servers:
         with self._lock:
             before, self.recipe, self.placement = self.names, recipe, placement
             join()
+            for name in self.names:
+                if name not in before:
+                    log.info("%s joins the run", name)
             if self._client is not None and not isinstance(recipe, SftRecipe):
-                self._loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
+                self.loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
             self._retire([name for name in before if name not in self.names])
 
     def _retire(self, names: Sequence[str]) -> None:
@@ -167,43 +167,37 @@ class Servers:
     def _supervised(self) -> InferenceClient:
         """A client of the servers, whatever weights they hold. Waits for the servers only at their first start."""
         if self._client is None:
-            self._client = self._new_client()
+            self._client = self._first_client()
             self._supervise()
             self.call(self._client.wait_healthy())
         else:
             self._supervise()
         return self._client
 
-    def _new_client(self) -> InferenceClient:
+    def new_client(self, patience_seconds: float | None) -> InferenceClient:
+        """A client that has no servers yet. `patience_seconds`: see `InferenceClient`."""
         settings = self.recipe.inference  # type: ignore[union-attr]
-        client = InferenceClient([], self.access, settings, self.patience_seconds, self.ends, interruption(self.recipe))
+        return InferenceClient([], self.access, settings, patience_seconds, self.ends, interruption(self.recipe))
+
+    def _first_client(self) -> InferenceClient:
+        client = self.new_client(self.patience_seconds)
         if self.external:
             try:
-                self._loop.run(client.use_external(self.external))
+                self.loop.run(client.use_external(self.external))
                 if not self.weights.reads_store:
-                    self.weights.reads_store = self._loop.run(client.read(self.run.store.url))
+                    self.weights.reads_store = self.loop.run(client.read(self.run.store.url))
             except BaseException:
-                self._loop.run(client.close())
+                self.loop.run(client.close())
                 raise
             return client
         ready(self.supervisor, self.watchdog, self.names, self.written)
         for one in self.supervisor.poll(self.names)[:1]:
             if one.weights is not None:
-                self._loop.run(client.holding(*self.weights.target(one.weights)))
+                self.loop.run(client.holding(*self.weights.target(one.weights)))
         return client
 
     def _clients(self) -> list[InferenceClient]:
-        return [client for client in (self._client, self._holder.client) if client is not None]
-
-    def held(self, ref: WeightsRef) -> AbstractContextManager[InferenceClient]:
-        """Inside, a client of one server, which has `ref` and generates for it alone. Others go on with newer weights.
-
-        The store has `ref`. If the server ends, the client raises ServerDown.
-        """
-        pool = self.inference(waits=False)
-        patience = pool.settings.request_timeout_seconds if self.patience_seconds is None else self.patience_seconds
-        own = InferenceClient([], self.access, pool.settings, patience, self.ends, interruption(self.recipe))
-        return self._holder.held(pool, ref, WeightsSource(self.run.store, self.weights.reads_store), own)
+        return [client for client in (self._client, self.holder) if client is not None]
 
     def call(self, work: Coroutine[Any, Any, T], *, generates: InferenceClient | None = None) -> T:
         """Run a coroutine of an inference client in the clients' event loop, and supervise the servers meanwhile.
@@ -215,11 +209,7 @@ class Servers:
         """
         waits_for = "generation" if generates else "a command to the servers"
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
-            return self._loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
-
-    def call_briefly(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine in that loop, without supervising the servers. TimeoutError after `BRIEF_SECONDS`."""
-        self._loop.run(work, BRIEF_SECONDS)
+            return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
     def _supervise_if_free(self, generates: InferenceClient | None) -> None:
         if not self._lock.acquire(blocking=False):
@@ -242,11 +232,12 @@ class Servers:
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
         running = self.supervisor.poll(self.names, weights)
-        self._holder.keep_to({(one.url, one.restart) for one in running})
+        if (own := self.holder) is not None and not own.starts <= {(one.url, one.restart) for one in running}:
+            self.loop.run(own.close())  # before another start of its server gets other weights
         if running != self._ready:
             self._ready = running
             current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
-            self._loop.run(client.sync({one.url: one.restart for one in running}, current))
+            self.loop.run(client.sync({one.url: one.restart for one in running}, current))
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """The current weights, which the trainer first writes if only it has them.
@@ -277,7 +268,7 @@ class Servers:
         return {
             self.supervisor.name_at(url): replace(heartbeat, limit=limit)
             for client in self._clients()
-            for url, heartbeat in self._loop.run(client.heartbeats(everyone), HEARTBEAT_LIMIT_SECONDS).items()
+            for url, heartbeat in self.loop.run(client.heartbeats(everyone), HEARTBEAT_LIMIT_SECONDS).items()
         }
 
     def states(self) -> dict[str, str]:
@@ -289,7 +280,7 @@ class Servers:
         self._workers_heartbeats()
         found: dict[str, tuple[int, int | None]] = {}
         for client in self._clients():
-            found |= self._loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)
+            found |= self.loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)
         return found
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
@@ -303,7 +294,7 @@ class Servers:
             if self.count and not handed:
                 return self._give(self._supervised(), ref, trainer)
             if self._client is not None:
-                self._loop.run(self._client.holding(*self.weights.target(ref)))
+                self.loop.run(self._client.holding(*self.weights.target(ref)))
             return []
 
     def _set_current(self, ref: WeightsRef) -> None:
@@ -326,7 +317,7 @@ class Servers:
                 return self._load(client, ref)
             return self._proof.of(client, lambda: self._send(client, trainer, ref))
         except BaseException:
-            self._loop.run(client.forget_versions())
+            self.loop.run(client.forget_versions())
             raise
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:

@@ -132,7 +132,7 @@ def endpoint(
     status_of: Callable[[Exception], int],
     text_of: Callable[[Exception], str] = str,
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Answers a request with the result of `handle` as JSON, or with {"error": "..."} and the error's status.
+    """Answers a request with the response of `handle`, or its result as JSON, or {"error": "..."} and a status.
 
     Errors with status 500 are logged: they are unexpected.
     """
@@ -145,6 +145,8 @@ def endpoint(
             if (status := status_of(error)) == 500:
                 log.error("%s failed", request.url.path, exc_info=error)
             return JSONResponse({"error": text_of(error) or type(error).__name__}, status)
+        if isinstance(found, Response):
+            return found
         if isinstance(found, BaseModel):
             return Response(found.model_dump_json(), media_type="application/json")
         return JSONResponse(found)

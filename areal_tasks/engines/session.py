@@ -95,12 +95,13 @@ class Engines:
         placement = self._placement(recipe)
         if placement != self.servers.placement:
             self._log_placement(placement)
-        self.servers.adapt(recipe, placement, self._join_servers)
+        join = self.supervisor.join
+        self.servers.adapt(recipe, placement, lambda: self._start_servers(join, weights=self.servers.written))
         for workers in self.servers.all_workers:
-            workers.adapt(recipe, self._join_worker)
+            workers.adapt(recipe, lambda name: join(*self._worker(name)))
         if resizes:
             log.info("the trainer is started again as %d ranks", recipe.trainer.ranks)  # type: ignore[union-attr]
-            self.actor.replace(trainer_names(recipe), partial(self._start_trainer, self.supervisor.join))
+            self.actor.replace(trainer_names(recipe), partial(self._start_trainer, join))
 
     def resizes(self, recipe: Recipe) -> bool:
         """Whether the trainer has another number of ranks or machines with this recipe."""
@@ -164,7 +165,10 @@ class Engines:
         `current` are the weights to generate with; `written` are the newest in the store that are not newer than these.
         """
         self.initial, self.servers.serving, self.servers.written = initial, current, written
-        self._start_servers(written)
+        for name in self.servers.names:
+            if name in self.supervisor.services:
+                self.supervisor.began_on(name, written)
+        self._start_servers(self.supervisor.start, weights=written)
         for name in self.servers.evaluators.names:  # last: where room is scarce, training comes first
             self.supervisor.start(*self._worker(name))
 
@@ -175,7 +179,7 @@ class Engines:
         for name in self.servers.workers.names:
             self.supervisor.start(*self._worker(name))
         if (folder := startable_folder(self.run, self.recipe)) is not None:
-            self._start_servers(folder)
+            self._start_servers(self.supervisor.start, folder=folder)
 
     def _start_trainer(self, start: Callable[..., None]) -> None:
         """Start the trainer's services; `start` is the supervisor's method `start` or `join`."""
@@ -187,38 +191,19 @@ class Engines:
             settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
             start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
 
-    def _start_servers(self, weights: WeightsRef | ModelFolder) -> None:
-        """Start the servers on `weights`. For those that started on the model's folder, record `weights` as theirs."""
-        ref, folder = (None, weights) if isinstance(weights, ModelFolder) else (weights, None)
-        for i, name in enumerate(self.servers.names):
-            if name in self.supervisor.services:
-                self.supervisor.began_on(name, ref)
-            else:
-                self.supervisor.start(*self._server(i, name, weights=ref, folder=folder))
-
-    def _server(self, i: int, name: str, **starts_on: Any) -> tuple[str, ServiceSpec, int, Resources]:
-        """The arguments with which the supervisor starts the i-th server."""
+    def _start_servers(self, start: Callable[..., None], **starts_on: WeightsRef | ModelFolder | None) -> None:
+        """Start the servers that do not run; `start` is the supervisor's method `start` or `join`."""
         recipe, placement = self.recipe, self.servers.placement
-        assert not isinstance(recipe, SftRecipe)
-        gpus = placement.servers[i : i + 1]
-        placed = {"gpus": gpus[0] if gpus else (), "gpu_users": placement.users(i)}
-        spec = spec_of(self.run, recipe, name, **starts_on, **placed)
-        return MODULES[recipe.inference.engine], spec, recipe.inference.threads, server_needs(recipe)
-
-    def _join_servers(self) -> None:
-        """Start the servers that the recipe has added, on the newest weights in the store."""
         for i, name in enumerate(self.servers.names):
+            assert not isinstance(recipe, SftRecipe), "there are servers"
             if name not in self.supervisor.services:
-                log.info("%s joins the run", name)
-                self.supervisor.join(*self._server(i, name, weights=self.servers.written))
+                gpus = placement.servers[i] if placement.servers else ()
+                spec = spec_of(self.run, recipe, name, gpus=gpus, gpu_users=placement.users(i), **starts_on)
+                start(MODULES[recipe.inference.engine], spec, recipe.inference.threads, server_needs(recipe))
 
     def _worker(self, name: str) -> tuple[str, ServiceSpec, int, Resources]:
         """The arguments with which the supervisor starts a rollout worker."""
         return WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe)
-
-    def _join_worker(self, name: str) -> None:
-        log.info("%s joins the run", name)
-        self.supervisor.join(*self._worker(name))
 
     def load_early(self, version: int) -> None:
         """Have the trainer load `version` while servers start, if that is possible. Does not wait for it."""

@@ -27,14 +27,14 @@ class SharedServer(BaseModel):
 class Serving(BaseModel):
     """The servers of a run. `versions_unknown`: answers to requests in flight must be discarded.
 
-    `requests`: at most so many in flight on each; None: as in the recipe.
+    `requests`: at most so many in flight on each.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     servers: tuple[SharedServer, ...]
-    versions_unknown: bool = False
-    requests: int | None = None
+    versions_unknown: bool
+    requests: int
 
 
 class Followers:

@@ -73,15 +73,10 @@ class ResidentTrainer:
             self.names = names
             start()
 
-    def at(self, version: int) -> TrainerClient:
-        """The trainer, holding the policy of `version`; restored if necessary."""
+    def at(self, version: int, *accepted: int) -> TrainerClient:
+        """The trainer, holding the policy of `version`, restored if necessary, or of one of the `accepted` versions."""
         with self._locked() as client:
-            return self._holding(client, version, version)
-
-    def to_step(self, version: int) -> TrainerClient:
-        """As `at`, or one version further: if the answer to its step was lost, the trainer repeats that answer."""
-        with self._locked() as client:
-            return self._holding(client, version, version, version + 1)
+            return self._holding(client, version, *accepted)
 
     def after(self, train: StageManifest) -> TrainerClient:
         """The trainer, holding the policy that a train stage made; its iteration need not be committed yet."""
@@ -115,7 +110,7 @@ class ResidentTrainer:
         """Bring the trainer to `version`. Returns how retrained iterations compare; None if none was retrained."""
         with self._locked() as client:
             before = len(self._retrained)
-            self._holding(client, version, version)
+            self._holding(client, version)
             return worst(self._retrained[before:]) if self._retrained[before:] else None
 
     def take_retrained(self) -> Retrained | None:
@@ -146,21 +141,18 @@ class ResidentTrainer:
         return self.client
 
     def _holding(self, client: TrainerClient, version: int, *accepted: int) -> TrainerClient:
-        if (held := client.health().version) not in accepted:
+        if (held := client.health().version) not in (version, *accepted):
             now = "no policy loaded" if held is None else f"the trainer holds version {held}"
             log.info("%s; restoring version %d", now, version)
-            self._note(restore(self.run, client, self._initial(), version))
+            if (found := restore(self.run, client, self._initial(), version)) is not None:
+                self._retrained.append(found)
         return client
 
     def _after(self, client: TrainerClient, train: StageManifest) -> TrainerClient:
         if client.health().version != train.iteration + 1:
-            self._holding(client, train.iteration, train.iteration)
-            self._note(retrain_stage(self.run, client, train))
+            self._holding(client, train.iteration)
+            self._retrained.append(retrain_stage(self.run, client, train))
         return client
-
-    def _note(self, found: Retrained | None) -> None:
-        if found is not None:
-            self._retrained.append(found)
 
 
 # ── retraining ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +189,7 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
 
     Returns how the retrained iterations compare with the committed ones; None if none was retrained.
     """
-    checkpoint = newest_checkpoint(run, version)
+    checkpoint = run.commit(version - 1).checkpoint if version else None
     first = checkpoint.version if checkpoint else 0
     trainer.run(Load(owner=run.owner, version=first, weights=initial, checkpoint=checkpoint), Done)
     drift = [retrain(run, trainer, k) for k in range(first, version)]
@@ -227,11 +219,6 @@ def worst(several: Iterable[Retrained]) -> Retrained:
     weights = [part.weights for part in parts if part.weights is not None]
     found = replace(largest, weights=max(weights, default=None), loss=max(part.loss for part in parts))
     return replace(found, first=longest.first, iterations=longest.iterations)
-
-
-def newest_checkpoint(run: Run, version: int) -> WeightsRef | None:
-    """The newest checkpoint at or before `version`."""
-    return None if version == 0 else run.commit(version - 1).checkpoint
 
 
 def retrain(run: Run, trainer: TrainerClient, iteration: int) -> Retrained:

@@ -84,6 +84,7 @@ class Workers:
             self._supervisor.retire(name)
         for name in self.names:
             if name not in self._supervisor.services:
+                log.info("%s joins the run", name)
                 self._join(name)
 
     def _running(self, name: str) -> tuple[str, int] | None:

@@ -103,7 +103,8 @@ class Supervisor:
     def __exit__(self, *error: object) -> None:
         with ExitStack() as stack:
             stack.callback(self.launcher.close)  # ends services that could not be stopped
-            parallel(lambda service: service.handle.stop(), list(self.services.values()))
+            services = list(self.services.values())
+            parallel(lambda service: service.handle.stop(), services, len(services))  # each may take LONGEST_START
 
     @property
     def access(self) -> Access:

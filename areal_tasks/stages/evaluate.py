@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.holding import held_server
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
@@ -78,7 +79,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
     """Completions of the held-out prompts by the weights that are evaluated, as a `ROLLOUT` table."""
     servers = context.engines.servers
-    with servers.held(context.held) if context.held else nullcontext(servers.inference()) as client:
+    with held_server(servers, context.held) if context.held else nullcontext(servers.inference()) as client:
         return generated_by(client, context, inputs, label)
 
 

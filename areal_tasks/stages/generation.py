@@ -15,6 +15,7 @@ from typing import Any, Final
 import pyarrow.compute as pc
 
 from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.loop_thread import BRIEF_SECONDS
 from areal_tasks.engines.servers import Servers
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
@@ -143,7 +144,7 @@ class Generation:
         if self._rollouts is None:
             return
         try:
-            self._servers.call_briefly(self._rollouts.flush() if held else in_loop(self._rollouts.begin))
+            self._servers.loop.run(self._rollouts.flush() if held else in_loop(self._rollouts.begin), BRIEF_SECONDS)
         except (UserError, TimeoutError) as error:
             log.warning("finished groups are not in the store yet: %s", str(error) or type(error).__name__)
 

@@ -51,7 +51,8 @@ def _ages(recipe: RlhfRecipe | SftRecipe) -> bool:
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Train the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
-    trainer = context.engines.actor.to_step(context.iteration)
+    # one that has made this step already, if its answer was lost, repeats that answer
+    trainer = context.engines.actor.at(context.iteration, context.iteration + 1)
     with reported(f"train {context.iteration}", "samples", trainer.work):
         done = trainer.run(_command(context, inputs, prefix), Trained)
     return Output(done.tables, done.metrics)

@@ -11,8 +11,10 @@ from torch import Tensor
 from waiting import LIMIT
 
 from areal_tasks.engines.embedded.engine import Engine
-from areal_tasks.engines.embedded.runner import Runner, find_detokenizer
+from areal_tasks.engines.embedded.runner import Runner
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
+from areal_tasks.engines.ends import Detokenizer
+from areal_tasks.engines.models import load_tokenizer
 
 VOCABULARY = ["<s>", "</s>", "<pad>", *"0123456789+=abcdefgh"]
 MAX_LENGTH = 160
@@ -24,7 +26,7 @@ def make_engine(
 ) -> Engine:
     torch.set_num_threads(threads)
     runner = Runner(folder, slots, max_length, torch.float32)
-    detokenizer = find_detokenizer(folder)
+    detokenizer = Detokenizer(load_tokenizer(folder))
     engine = Engine(runner, slots, version="0", detokenizer=detokenizer, eos=EOS, deterministic=deterministic)
     engine.start()
     return engine

@@ -100,7 +100,8 @@ def test_tokens_come_as_they_are_generated(incremental: bool) -> None:
             pieces = await pieces_of(client)
             check_pieces(pieces)
             assert len(pieces) > 3 and {piece.server for piece in pieces} == {fake.url}
-            assert client.finished == 1 and client.servers[0].load == client.servers[0].asks == 0
+            [server] = client.servers
+            assert server.done == 1 and server.load == server.asks == 0
 
     run(test)
 

@@ -85,7 +85,6 @@ def events(engine: Engine, **body: Any) -> list[bytes]:
 
 def test_an_unfinished_text_holds_whole_characters_only(engine_of: EngineOf) -> None:
     engine = engine_of()
-    assert engine.detokenizer is not None
     texts = engine.detokenizer.texts
     held = Held(engine, 5)  # until the first event is made
 

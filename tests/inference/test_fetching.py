@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_tasks.engines import fetching
 from areal_tasks.engines.fetching import PREFIX, Fetched, in_memory, remove_unused
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
@@ -23,11 +24,12 @@ from schemas.manifest import FileRef, WeightsRef
 USES = """
 import sys
 from pathlib import Path
-from areal_tasks.engines.fetching import in_memory, read_weights
+from areal_tasks.engines import fetching
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.objects.files import read_weights
 from schemas.manifest import WeightsRef
-store = open_store(sys.argv[1])
-with in_memory(store, read_weights(store, WeightsRef.model_validate_json(sys.argv[2])).files, Path(sys.argv[3])) as f:
+fetching.MEMORY, store = Path(sys.argv[3]), open_store(sys.argv[1])
+with fetching.in_memory(store, read_weights(store, WeightsRef.model_validate_json(sys.argv[2])).files) as f:
     print(f, flush=True)
     sys.stdin.readline()
 """
@@ -53,9 +55,10 @@ def files(s3_store: Store, ref: WeightsRef) -> tuple[FileRef, ...]:
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Path:
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "memory"
     folder.mkdir()
+    monkeypatch.setattr(fetching, "MEMORY", folder)
     return folder
 
 
@@ -78,7 +81,7 @@ def test_processes_share_one_fetch_and_the_last_removes_it(s3_store: Store, ref:
         folder = folder_of(one)
         assert folder == folder_of(other)
         before = (folder / "model.safetensors").stat()
-        with in_memory(s3_store, read_weights(s3_store, ref).files, parent) as mine:
+        with in_memory(s3_store, read_weights(s3_store, ref).files) as mine:
             assert mine == folder and mine.stat().st_mode & 0o77 == 0
             assert (mine / "model.safetensors").stat() == before, "it was not fetched again"
         one.communicate("\n")
@@ -93,22 +96,22 @@ def test_what_a_killed_process_left_goes_when_others_are_fetched(
     newer = put(s3_store, tmp_path / "newer", f"{tmp_path.name}-newer", "newer")
     with using(s3_store, ref, parent) as process:
         left = folder_of(process)
-        with in_memory(s3_store, read_weights(s3_store, newer).files, parent):
+        with in_memory(s3_store, read_weights(s3_store, newer).files):
             assert left.is_dir(), "a living process uses it"
         process.kill()
         process.wait()
         assert left.is_dir()
-        with in_memory(s3_store, read_weights(s3_store, newer).files, parent) as mine:
+        with in_memory(s3_store, read_weights(s3_store, newer).files) as mine:
             assert not left.exists() and mine.is_dir()
     assert list(parent.iterdir()) == []
 
 
 def test_what_was_fetched_in_part_is_completed(s3_store: Store, files: tuple[FileRef, ...], parent: Path) -> None:
-    with in_memory(s3_store, files, parent) as folder:
+    with in_memory(s3_store, files) as folder:
         held = (folder / "config.json").stat()
         (folder / "model.safetensors").unlink()
         (folder / ".model.safetensors.999").write_text("of a killed process")
-        with in_memory(s3_store, files, parent):
+        with in_memory(s3_store, files):
             assert (folder / "config.json").stat() == held
             assert (folder / "model.safetensors").stat().st_size == files[1].bytes
             assert not (folder / ".model.safetensors.999").exists()
@@ -116,7 +119,7 @@ def test_what_was_fetched_in_part_is_completed(s3_store: Store, files: tuple[Fil
 
 def test_damaged_weights_are_refused(s3_store: Store, files: tuple[FileRef, ...], parent: Path) -> None:
     s3_store.put(files[1].path, b"x" * files[1].bytes)
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged"), in_memory(s3_store, files, parent):
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"), in_memory(s3_store, files):
         pass
     assert list(parent.iterdir()) == []
 
@@ -125,7 +128,7 @@ def test_the_last_weights_stay_until_those_after_the_next(parent: Path, s3_store
     fetched, folders = Fetched(), list[Path]()
     for name in "abc":
         refs = read_weights(s3_store, put(s3_store, tmp_path / name, f"{tmp_path.name}-{name}", name)).files
-        folders.append(fetched.hold(in_memory(s3_store, refs, parent)))
+        folders.append(fetched.hold(in_memory(s3_store, refs)))
     assert [folder.exists() for folder in folders] == [False, True, True]
     fetched.close()
     assert list(parent.iterdir()) == []
@@ -136,5 +139,5 @@ def test_what_is_no_such_folder_is_left_alone(parent: Path) -> None:
     file.write_text("")
     other.mkdir()
     link.symlink_to(other)
-    remove_unused(parent)
+    remove_unused()
     assert file.exists() and other.exists() and link.is_symlink()

@@ -63,7 +63,7 @@ def test_what_a_server_has_under_way_that_is_gone_is_repeated_and_nothing_else()
             await until(lambda: len(client.healthy()) == 2)
             asked = requests(8)
             work = asyncio.ensure_future(client.generate(asked))
-            await until(lambda: len(going.bodies) == 4 and client.finished == 8)
+            await until(lambda: len(going.bodies) == 4 and sum(server.done for server in client.servers) == 8)
             await client.sync(starts(staying), [staying.url])
             results = await work
             check(asked, results)
@@ -436,7 +436,7 @@ def test_servers_on_older_weights_are_not_taken_to_hold_what_is_written_for_anot
 
 def test_when_one_starts_again_after_weights_failed_the_others_are_given_some_again(engines: Engines) -> None:
     client = engines.servers.inference()
-    engines.servers._loop.run(client.forget_versions())
+    engines.servers.loop.run(client.forget_versions())
     ends(engines, 1)
     wait_until(lambda: len(client.healthy()) == 2)
     assert all(server.may_generate for server in engines.servers.inference().servers)

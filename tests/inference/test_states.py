@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from stage_driver import store_in, tiny
+from waiting import LIMIT
 
 from areal_tasks.engines.sampling import (
     FLOW,
@@ -122,6 +123,12 @@ def test_each_service_has_a_row(tmp_path: Path) -> None:
         sampler.observe()
         sampler.sample()
         rows = {row["service"]: row for row in sampler.sample()}
+        engines.supervisor.wait(["rollout-0"])
+        sampler.observe()
+        engines.supervisor.services["rollout-0"].handle.stop(LIMIT)
+        sampler.observe()
+        [worker] = [row for row in sampler.sample() if row["service"] == "rollout-0"]
     assert rows.keys() >= {FLOW, "trainer", "rollout-0"}
     assert all(row.keys() <= set(SYSTEM.names) for row in rows.values())
+    assert worker["waits"] == [("requests", 0.5), ("restart", 0.5)] and worker["waits_for"] == "restart"
     assert rows[FLOW]["cpu"] is not None and rows["trainer"]["cpu"] is None and rows["trainer"]["host"]

@@ -7,7 +7,7 @@ from aiohttp import web
 from waiting import until
 
 from areal_tasks.engines.client import BadRequest
-from areal_tasks.engines.weights_source import read_store
+from areal_tasks.engines.handover import read_store
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, run, serving
 

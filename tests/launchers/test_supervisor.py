@@ -377,6 +377,20 @@ def test_a_start_that_never_returns_is_not_waited_for_and_ends_what_it_yields_la
     wait_until(lambda: [handle.code for handle in handles] == [-15], "the end of what has started")
 
 
+def test_starts_that_never_return_are_waited_for_at_the_same_time(
+    scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, launcher = scripted
+    accepted, handles = _queued(launcher, monkeypatch)
+    together = threading.Barrier(40)
+    monkeypatch.setattr(starts, "wait", lambda begun, seconds: together.wait(LIMIT))
+    for number in range(together.parties):
+        supervisor.join(MODULE, spec(supervisor.store, f"hangs-{number}"))
+    supervisor.__exit__()
+    accepted.set()
+    wait_until(lambda: [handle.code for handle in handles] == [-15] * together.parties, "the end of what has started")
+
+
 def test_a_start_that_never_returns_is_made_again_once_it_was_to_be_stopped(
     scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from store_listing import listed
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.models import file_states
-from areal_tasks.engines.ports import probe_port
+from areal_tasks.engines.ports import HOST, probe_port
 from areal_tasks.engines.service import ModelFolder, ServiceSpec
 from areal_tasks.engines.sglang.__main__ import choose_port, first_weights
 from areal_tasks.launchers.local import LocalHandle
@@ -288,15 +288,20 @@ def test_a_start_that_fails_by_itself_is_not(begin: Begin, smi: Callable[[int, i
         supervisor.wait([NAME])
 
 
+def test_no_other_program_gets_its_port_before_it_listens(begin: Begin) -> None:
+    [url] = begin(restarts=0, flags={"attention-backend": "port-wanted"}).wait([NAME])
+    assert httpx.get(f"{url}/model_info", timeout=LIMIT).status_code == 401
+
+
 def test_ports_are_free_or_the_ones_asked_for() -> None:
-    assert choose_port(0, NAME) > 0
-    with socket.socket() as held:  # bound so that it can be listened on, but nobody else is given it
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+    with choose_port(0, NAME, HOST) as held:
         port = held.getsockname()[1]
-        assert choose_port(port - 3, "inference-3") == port
+        with choose_port(port - 3, "inference-3", HOST) as same, socket.create_server((HOST, port)):
+            assert same.getsockname()[1] == port > 0
+            with pytest.raises(UserError, match=rf"inference-3 cannot listen on port {port} \(.*in use\)"):
+                choose_port(port - 3, "inference-3", HOST)
     with pytest.raises(UserError, match=r"inference\.first_port: inference-9 cannot listen on port 65540"):
-        choose_port(65531, "inference-9")
+        choose_port(65531, "inference-9", HOST)
 
 
 # ── started by a user ───────────────────────────────────────────────────────────────────────────────────────────────

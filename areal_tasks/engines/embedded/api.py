@@ -74,7 +74,7 @@ def open_request(body: Generate, engine: Engine) -> list[Sequence]:
         raise UserError(f"sampling_params has {len(each)} elements for {len(prompts)} prompts")
     scored = _scored(body.logprob_start_len, prompts, each)
     for i, prompt in enumerate(prompts):
-        _check(i, prompt, each[i], engine)
+        _check(i, prompt, engine)
     longest = engine.runner.max_length
     return [make_sequence(p, s, engine.eos, longest, first) for p, s, first in zip(prompts, each, scored, strict=True)]
 
@@ -96,7 +96,7 @@ def _scored(starts: list[int] | None, prompts: list[list[int]], params: list[Sam
     return [None if start < 0 else start + 1 for start in starts]
 
 
-def _check(i: int, prompt: list[int], params: SamplingParams, engine: Engine) -> None:
+def _check(i: int, prompt: list[int], engine: Engine) -> None:
     longest, vocabulary = engine.runner.max_length, engine.runner.vocab_size
     if not prompt:
         raise UserError(f"prompt {i} is empty")
@@ -107,17 +107,15 @@ def _check(i: int, prompt: list[int], params: SamplingParams, engine: Engine) ->
         )
     if max(prompt) >= vocabulary:
         raise UserError(f"prompt {i} has token id {max(prompt)}; the vocabulary ends at {vocabulary - 1}")
-    if params.stop and engine.detokenizer is None:
-        raise UserError("stop strings need a tokenizer, and the model's folder has none; use stop_token_ids")
 
 
-def answer(sequences: list[Sequence], detokenizer: Detokenizer | None, version: str) -> bytes:
+def answer(sequences: list[Sequence], detokenizer: Detokenizer, version: str) -> bytes:
     """The response body once all sequences have finished."""
     texts = _texts(sequences, detokenizer)
     return orjson.dumps([_item(one, text, version) for one, text in zip(sequences, texts, strict=True)])
 
 
-def partial_answer(now: Sequence, detokenizer: Detokenizer | None, version: str) -> bytes:
+def partial_answer(now: Sequence, detokenizer: Detokenizer, version: str) -> bytes:
     """The answer so far to a request for one sample; `now`: a recent copy of the sequence.
 
     An unfinished text ends before a character that is still incomplete.
@@ -144,9 +142,7 @@ def _item(sequence: Sequence, text: str, version: str) -> dict[str, Any]:
     return {"text": text, "output_ids": sequence.output, "meta_info": meta}
 
 
-def _texts(sequences: list[Sequence], detokenizer: Detokenizer | None) -> list[str]:
-    if detokenizer is None:
-        return [""] * len(sequences)
+def _texts(sequences: list[Sequence], detokenizer: Detokenizer) -> list[str]:
     texts = detokenizer.texts([one.output for one in sequences])
     return [_until_stop(one, text) for one, text in zip(sequences, texts, strict=True)]
 

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -32,25 +31,10 @@ class NotFinite(Exception):
     """The model's logits are not finite: its weights are damaged."""
 
 
-@dataclass(eq=False, slots=True)
-class Prefill:
-    """A batch whose prompt is being computed in the row of its first slot."""
-
-    batch: Batch
-    slots: list[int]
-    chunk: int
-    cursor: int = 0
-
-    @property
-    def last(self) -> int:
-        """Offset of the prompt's last token in the current chunk; at least `chunk` when it lies further on."""
-        return len(self.batch.tokens) - 1 - self.cursor
-
-
 class Engine:
     """Owns the model, in a thread of its own. Every public method may be called from any thread."""
 
-    def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer | None,
+    def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer,
                  eos: frozenset[int], deterministic: bool,
                  on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
         self.runner = runner
@@ -65,7 +49,7 @@ class Engine:
         self._threads = torch.get_num_threads()
         self._slots = Slots(runner.rows, slots, runner.capacity)
         self._queue: deque[Batch] = deque()
-        self._prefills: list[Prefill] = []
+        self._prefills: list[Batch] = []  # those whose prompt is being computed
         self._jobs: dict[Sequence, Job] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -186,23 +170,21 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free slots to queued sequences in order of arrival, until a prefill pass is full."""
-        while self._queue and self._slots.vacancies and len(self._prefills) < self._prefill_rows(self._queue[0]):
-            batch = self._queue[0]
-            now, later = batch.split(self._slots.vacancies)
-            slots = [self._slots.take(sequence) for sequence in now.sequences]
-            self._prefills.append(Prefill(now, slots, chunk_of(len(batch.tokens))))
-            self._queue.popleft()
+        while self._queue and self._slots.vacancies and len(self._prefills) < self._prefill_sizes(self._queue[0])[-1]:
+            now, later = self._queue.popleft().split(self._slots.vacancies)
+            now.slots = [self._slots.take(sequence) for sequence in now.sequences]
+            self._prefills.append(now)
             if later.sequences:
                 self._queue.appendleft(later)
 
-    def _prefill_rows(self, batch: Batch) -> int:
-        return self.runner.shapes.prefill_rows[chunk_of(len(batch.tokens))][-1]
+    def _prefill_sizes(self, batch: Batch) -> list[int]:
+        """The numbers of rows that a prefill pass with this batch may have."""
+        return self.runner.shapes.prefill_rows[chunk_of(len(batch.tokens))]
 
     def _prefill(self) -> None:
         """Compute one chunk of prompts with the first one's chunk size; complete prompts get their first token."""
-        chunk = self._prefills[0].chunk
-        sizes = self.runner.shapes.prefill_rows[chunk]
-        group = [p for p in self._prefills if p.chunk == chunk][: sizes[-1]]
+        chunk, sizes = chunk_of(len(self._prefills[0].tokens)), self._prefill_sizes(self._prefills[0])
+        group = [p for p in self._prefills if chunk_of(len(p.tokens)) == chunk][: sizes[-1]]
         logits = self.runner.prefill(*self._chunk_inputs(group, chunk, Shapes.fit(sizes, len(group))))
         ended = [i for i, p in enumerate(group) if p.last < chunk]
         for p in group:
@@ -212,24 +194,24 @@ class Engine:
             self._prefills = [p for p in self._prefills if id(p) not in done]
             self._begin([group[i] for i in ended], logits[torch.tensor(ended)])
 
-    def _chunk_inputs(self, group: list[Prefill], chunk: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    def _chunk_inputs(self, group: list[Batch], chunk: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """The pass's rows, tokens, start positions, wanted offsets and length, padded to `rows` rows."""
-        where = np.full(rows, self.runner.spare_row, np.int64)
+        where = np.full(rows, self.runner.rows, np.int64)
         starts, last = np.zeros(rows, np.int64), np.full(rows, chunk - 1, np.int64)
         tokens = np.zeros((rows, chunk), np.int64)
         for i, p in enumerate(group):
-            piece = p.batch.tokens[p.cursor : p.cursor + chunk]
+            piece = p.tokens[p.cursor : p.cursor + chunk]
             where[i], starts[i], last[i] = p.slots[0], p.cursor, min(p.last, chunk - 1)
             tokens[i, : len(piece)] = piece
         length = Shapes.fit(self.runner.shapes.lengths, min(int(starts.max()) + chunk, self.runner.capacity))
         return *map(torch.from_numpy, (where, tokens, starts, last)), length  # type: ignore[return-value]
 
-    def _begin(self, ended: list[Prefill], logits: Tensor) -> None:
+    def _begin(self, ended: list[Batch], logits: Tensor) -> None:
         """Copy the prompts' cache to all slots of their batch, activate these and choose the first tokens."""
         copies = [(p.slots[0], slot) for p in ended for slot in p.slots[1:]]
         if copies:
             sources, targets = torch.tensor(copies).unbind(1)
-            self.runner.cache.copy(sources, targets, max(len(p.batch.tokens) for p in ended))
+            self.runner.cache.copy(sources, targets, max(len(p.tokens) for p in ended))
         rows = np.array([slot for p in ended for slot in p.slots])
         owner = torch.repeat_interleave(torch.tensor([len(p.slots) for p in ended]))
         self._slots.active[rows] = True
@@ -290,7 +272,6 @@ class Engine:
     def _finish_at_string(self, slot: int) -> None:
         if not (stops := self._slots.owner[slot].params.stop):
             return
-        assert self.detokenizer is not None, "requests with stop strings are refused without one"
         found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
         if found is not None:
             self._finish_slot(slot, {"type": "stop", "matched": found})
@@ -351,7 +332,7 @@ class Engine:
         """Cancel all unfinished prefills; returns their sequences."""
         for slot in [slot for p in self._prefills for slot in p.slots]:
             self._slots.release(slot)
-        sequences = [s for p in self._prefills for s in p.batch.sequences]
+        sequences = [s for p in self._prefills for s in p.sequences]
         self._prefills = []
         return sequences
 

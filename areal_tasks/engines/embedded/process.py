@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -27,17 +28,19 @@ from areal_tasks.engines.embedded.api import (
     parse,
     partial_answer,
 )
-from areal_tasks.engines.embedded.engine import Engine, NotFinite
-from areal_tasks.engines.embedded.runner import Runner, find_detokenizer, read_weights_folder
+from areal_tasks.engines.embedded.engine import Engine
+from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
-from areal_tasks.engines.ends import end_tokens
+from areal_tasks.engines.ends import Detokenizer, end_tokens
 from areal_tasks.engines.fetching import weights_folder
-from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, serve
+from areal_tasks.engines.models import load_tokenizer
+from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
 
+Answer = dict[str, Any]
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
 
@@ -53,13 +56,12 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with weights_folder(store, store.uri(spec.weights.path)) as folder:
         runner = Runner(folder, settings.slots, model.max_length, getattr(torch, model.dtype))
-        detokenizer = find_detokenizer(folder)
-    tokenizer = detokenizer.tokenizer if detokenizer else None
+        tokenizer = load_tokenizer(folder)
     engine = Engine(
         runner,
         settings.slots,
         version=str(spec.weights.version),
-        detokenizer=detokenizer,
+        detokenizer=Detokenizer(tokenizer),
         eos=end_tokens(runner.model.config, getattr(runner.model, "generation_config", None), tokenizer),
         deterministic=settings.deterministic,
         on_failure=on_failure,
@@ -68,17 +70,13 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     return Server(engine, store).app()
 
 
-def _end() -> None:
-    """End the process, which its supervisor restarts."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> None:
     """Serve until terminated; exits with the reason if the model cannot be served."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
     with exit_with_reason():
-        serve(make_app(spec, _end), spec)
+        on_failure = partial(os.kill, os.getpid(), signal.SIGTERM)  # the supervisor restarts the process
+        serve(make_app(spec, on_failure), spec)
 
 
 class Server:
@@ -92,15 +90,15 @@ class Server:
     def app(self) -> Starlette:
         """The ASGI application."""
         routes = [
-            Route("/generate", self.generate, methods=["POST"]),
-            Route("/pause_generation", self.pause, methods=["POST"]),
-            Route("/continue_generation", self.resume, methods=["POST"]),
-            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
-            Route("/health_generate", self.health, methods=["GET"]),
-            Route("/server_info", self.server_info, methods=["GET"]),
-            Route("/model_info", self.model_info, methods=["GET"]),
+            ("POST", "/generate", self.generate),
+            ("POST", "/pause_generation", self.pause),
+            ("POST", "/continue_generation", self.resume),
+            ("POST", "/update_weights_from_disk", self.update_weights),
+            ("GET", "/health_generate", self.health),
+            ("GET", "/server_info", self.server_info),
+            ("GET", "/model_info", self.model_info),
         ]
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys((UserError, NotFinite, RuntimeError), _failed))
+        return Starlette(routes=[Route(path, endpoint(do, status_of), methods=[how]) for how, path, do in routes])
 
     async def generate(self, request: Request) -> Response:
         """POST /generate: samples the request's prompts; aborts them if the client disconnects."""
@@ -114,20 +112,20 @@ class Server:
         disconnected.cancel()
         if not finished.done():
             await asyncio.wrap_future(self.engine.abort(set(asked).__contains__))
-            return _json({"error": "the client disconnected"}, 499)
+            return Response(status_code=499)  # as SGLang, for a request that was aborted before anything was generated
         finished.result()
         return Response(answer(asked, self.engine.detokenizer, self.engine.version), media_type="application/json")
 
-    async def pause(self, request: Request) -> Response:
+    async def pause(self, request: Request) -> Answer:
         body = parse(Pause, await request.body())
         await asyncio.wrap_future(self.engine.pause(body.mode))
-        return _json({"status": "ok", "message": f"paused ({body.mode})"})
+        return {"status": "ok", "message": f"paused ({body.mode})"}
 
-    async def resume(self, request: Request) -> Response:
+    async def resume(self, request: Request) -> Answer:
         await asyncio.wrap_future(self.engine.resume())
-        return _json({"status": "ok", "message": "continued"})
+        return {"status": "ok", "message": "continued"}
 
-    async def update_weights(self, request: Request) -> Response:
+    async def update_weights(self, request: Request) -> Answer:
         """POST /update_weights_from_disk: answers when the engine generates with the new weights."""
         body = parse(UpdateWeights, await request.body())
         if not body.flush_cache and not self.engine.paused:
@@ -138,19 +136,19 @@ class Server:
                 await asyncio.wrap_future(self.engine.abort(lambda sequence: True))
             weights = await asyncio.to_thread(self._read, body.model_path)
             await asyncio.wrap_future(self.engine.update_weights(weights, version, not body.flush_cache))
-        return _json({"success": True, "message": f"loaded {body.model_path}", "weight_version": version})
+        return {"success": True, "message": f"loaded {body.model_path}", "weight_version": version}
 
     def _read(self, source: str) -> dict[str, Any]:
         with weights_folder(self.store, source) as folder:
             return read_weights_folder(folder, self.engine.runner.model)
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: Request) -> Answer:
         """GET /health_generate: healthy if the engine generates any token, or is paused."""
         if not self.engine.paused and self.engine.failure is None and not await self._generates():
-            return _json({"error": f"no token within {HEALTH_SECONDS:.0f} s"}, 503)
+            raise RuntimeError(f"no token within {HEALTH_SECONDS:.0f} s")
         if self.engine.failure is not None:
-            return _json({"error": self.engine.failure}, 503)
-        return _json({"status": "ok"})
+            raise RuntimeError(self.engine.failure)
+        return {"status": "ok"}
 
     async def _generates(self) -> bool:
         """Whether the engine makes a step in time. With a long queue, the probe's own token may come much later."""
@@ -166,29 +164,21 @@ class Server:
             self.engine.abort({probe}.__contains__)
         return self.engine.steps > before
 
-    async def server_info(self, request: Request) -> Response:
+    async def server_info(self, request: Request) -> Answer:
         running, queued = self.engine.load()
         engine = self.engine
         state = {"deterministic": engine.deterministic, "paused": engine.paused, "steps": engine.steps}
-        return _json({"running": running, "queued": queued, **state})
+        return {"running": running, "queued": queued, **state}
 
-    async def model_info(self, request: Request) -> Response:
-        return _json({"weight_version": self.engine.version})
+    async def model_info(self, request: Request) -> Answer:
+        return {"weight_version": self.engine.version}
 
 
 def status_of(error: BaseException) -> int:
-    """HTTP status: 400 for the caller's mistake, 500 for damaged weights, 503 if engine or store do not answer."""
-    if isinstance(error, NotFinite):
-        return 500
-    return 400 if isinstance(error, UserError) and not isinstance(error, Unavailable) else 503
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return _json({"error": str(error)}, status_of(error))
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+    """HTTP status: 400 for the caller's mistake, 503 if engine or store do not answer, else 500, as for `NotFinite`."""
+    if isinstance(error, (Unavailable, RuntimeError)):
+        return 503
+    return 400 if isinstance(error, UserError) else 500
 
 
 async def _disconnect(request: Request) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.embedded.cache import ATTENTION, SlotCache
-from areal_tasks.engines.ends import Detokenizer
-from areal_tasks.engines.models import BUILDING, load_tokenizer
+from areal_tasks.engines.models import BUILDING
 from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
 
@@ -66,7 +66,7 @@ class Runner:
         self.model: Any = _load(folder, dtype)
         self.max_length = _context(self.model.config, max_length)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
-        self.rows = round_up(slots, ROW_MULTIPLE)
+        self.rows = round_up(slots, ROW_MULTIPLE)  # padding rows write to the row after these
         self.capacity = round_up(self.max_length, ROW_MULTIPLE)
         self.cache = _allocate(self.model.config, self.rows + 1, self.capacity, dtype)
         self.shapes = Shapes(
@@ -78,11 +78,6 @@ class Runner:
         self._given = {_cache_argument(self.model): self.cache}
         held = Names(self.model, stored_names(folder)).check(folder).tied.values()  # names a tied weight once
         self._held = {name: tensor for name, tensor in self.model.state_dict().items() if name in set(held)}
-
-    @property
-    def spare_row(self) -> int:
-        """The cache row that padding rows write to."""
-        return self.rows
 
     def decode(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], length: int) -> Float[Tensor, "n vocab"]:
         """Logits after one more token in each of the first n rows; `length` bounds the positions that are read."""
@@ -160,12 +155,6 @@ def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
     return Names(model, tensors.keys() & stored).check(folder).to_model(tensors)
 
 
-def find_detokenizer(folder: Path) -> Detokenizer | None:
-    """The folder's tokenizer; None if it has none, in which case answers hold no text."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    return Detokenizer(load_tokenizer(folder)) if any((folder / n).is_file() for n in names) else None
-
-
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no model folder: it has no config.json")
@@ -224,7 +213,10 @@ def proven_shapes(runner: Runner) -> Shapes:
     with _shallow(runner):
         rows = _keep(old.rows, lambda n: _decode(runner, torch.arange(n) % positions, old.lengths[-1]))
         lengths = [n for n in old.lengths[:-1] if _same_length(runner, n)] + old.lengths[-1:]
-        prefill = {chunk: _proven_prefills(runner, chunk) for chunk in old.prefill_rows}
+        prefill = {
+            chunk: _keep(sizes, partial(_prefill, runner, chunk=chunk, length=old.lengths[-1], filled=chunk))
+            for chunk, sizes in old.prefill_rows.items()
+        }
     return Shapes(rows, lengths, prefill)
 
 
@@ -245,11 +237,6 @@ def _keep(sizes: list[int], run: Callable[[int], Tensor]) -> list[int]:
     """The sizes whose rows equal the same rows of the largest size."""
     largest = run(sizes[-1])
     return [n for n in sizes[:-1] if torch.equal(run(n), largest[:n])] + sizes[-1:]
-
-
-def _proven_prefills(runner: Runner, chunk: int) -> list[int]:
-    length = runner.shapes.lengths[-1]
-    return _keep(runner.shapes.prefill_rows[chunk], lambda n: _prefill(runner, n, chunk, length, chunk))
 
 
 def _same_length(runner: Runner, length: int) -> bool:

@@ -112,10 +112,17 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Sequences with the same tokens so far: their cache is computed once."""
+    """Sequences with the same tokens so far: their cache is computed once, in the row of the first slot."""
 
     tokens: list[int]
     sequences: list[Sequence]
+    slots: list[int] = field(default_factory=list)  # of the sequences, once they have been admitted
+    cursor: int = 0  # tokens whose cache is computed
+
+    @property
+    def last(self) -> int:
+        """Offset of the last token after the cursor."""
+        return len(self.tokens) - 1 - self.cursor
 
     def split(self, n: int) -> tuple[Batch, Batch]:
         """The first `n` sequences, and the others."""

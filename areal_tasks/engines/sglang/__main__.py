@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.fetching import in_memory, memory, remove_unused
+from areal_tasks.engines.fetching import local_weights, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
-from areal_tasks.engines.ports import HOST, probe_port
+from areal_tasks.engines.ports import hold_port
 from areal_tasks.engines.service import (
     TOKEN,
     ModelFolder,
@@ -38,11 +38,9 @@ from areal_tasks.engines.sglang.command import arguments, environment, server_in
 from areal_tasks.engines.sglang.descendants import adopt_orphans, end_descendants
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
-from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.objects.files import common_folder, materialise, read_weights
-from areal_tasks.store.parallel import in_background
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
-from schemas.manifest import FileRef
 from schemas.recipe.sections import Inference
 
 log = logging.getLogger(__name__)
@@ -73,28 +71,29 @@ def main() -> None:
 def end_sglang() -> None:
     """End its processes, which leave their weights in memory."""
     end_descendants()
-    remove_unused(memory())
+    remove_unused()
 
 
 def run(spec: ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
-    port = choose_port(Inference.model_validate(spec.recipe["inference"]).first_port, spec.name, spec.address)
-    with first_weights(spec) as weights:
-        child = serve(spec, arguments(spec, weights.folder, port), url_at(spec, port), access_of(spec, token), weights)
-    code = child.wait()
+    first_port = Inference.model_validate(spec.recipe["inference"]).first_port
+    with choose_port(first_port, spec.name, spec.address) as held:  # SGLang listens only once it has loaded its model
+        port = held.getsockname()[1]
+        url = url_at(spec, port)
+        access = Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
+        with first_weights(spec) as folder:
+            child, ready = start_within_attempts(spec, arguments(spec, folder, port), url, access)
+        if ready:
+            register(spec, url)
+        code = child.wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
 
 
-def access_of(spec: ServiceSpec, token: str) -> Access:
-    """What this process needs to ask SGLang."""
-    return Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
-
-
-def serve(
-    spec: ServiceSpec, command: Sequence[str], url: str, access: Access, weights: FirstWeights
-) -> subprocess.Popen[bytes]:
-    """Start SGLang; returns its process once it is ready and registered, or has ended before that.
+def start_within_attempts(
+    spec: ServiceSpec, command: Sequence[str], url: str, access: Access
+) -> tuple[subprocess.Popen[bytes], bool]:
+    """Start SGLang. Returns its process and whether it is ready, once it is or has ended before that.
 
     SGLang measures free memory twice and counts the difference as its own. If it ended and other processes took memory
     meanwhile, such as another run's trainer that starts, it is restarted.
@@ -102,17 +101,14 @@ def serve(
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
         used, child = memory_used(spec.gpus), start(command, spec)
-        ready = wait_until_ready(child, url, access, weights.check_so_far)
-        weights.check()
-        if ready:
-            register(spec, url)
+        if ready := wait_until_ready(child, url, access):
             break
         end_descendants()  # its remaining processes hold memory
         taken = memory_used(spec.gpus) - used
         if taken < TAKEN_BYTES or attempt + 1 == ATTEMPTS:
             break
         log.warning("SGLang ended during startup while other processes took %.1f GB; restarting it", taken / 1e9)
-    return child
+    return child, ready
 
 
 def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
@@ -125,28 +121,22 @@ def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
     )
 
 
-def choose_port(first: int, name: str, address: str = HOST) -> int:
-    """A free port at this address, or the one that `inference.first_port` gives this server."""
+def choose_port(first: int, name: str, address: str) -> socket.socket:
+    """Holds a free port at this address, or the one that `inference.first_port` gives this server."""
     port = first + server_index(name) if first else 0
     try:
-        return probe_port(port, address)
+        return hold_port(port, address)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"inference.first_port: {name} cannot listen on port {port} ({error}); choose others"
         ) from error
 
 
-def wait_until_ready(
-    child: subprocess.Popen[bytes], url: str, access: Access, check_so_far: Callable[[], None]
-) -> bool:
-    """Wait until the server generates; False if it ends instead. The supervisor limits the time.
-
-    `check_so_far` is called meanwhile; what it raises ends the wait.
-    """
+def wait_until_ready(child: subprocess.Popen[bytes], url: str, access: Access) -> bool:
+    """Wait until the server generates; False if it ends instead. The supervisor limits the time."""
     started = reported = time.monotonic()
     with httpx.Client(headers=access.headers, verify=access.trust, timeout=HEALTH_SECONDS, trust_env=False) as client:
         while child.poll() is None:
-            check_so_far()
             if _healthy(client, url):
                 log.info("SGLang is ready after %.1f s", time.monotonic() - started)
                 return True
@@ -167,56 +157,24 @@ def _healthy(client: httpx.Client, url: str) -> bool:
 # ── the weights it starts with ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class FirstWeights:
-    """A local folder. `check`, called after it was read, raises UserError if its bytes are not the intended ones.
-
-    `check_so_far` does so while it is being read, as soon as that is known.
-    """
-
-    folder: Path
-    check_so_far: Callable[[], None]
-    check: Callable[[], object]
-
-
 @contextmanager
-def first_weights(spec: ServiceSpec) -> Iterator[FirstWeights]:
-    """The weights that `spec` names: of a store, or the model's own folder while it is copied into the store.
+def first_weights(spec: ServiceSpec) -> Iterator[Path]:
+    """A local folder with the weights that `spec` names, which SGLang reads inside this context.
 
-    What is on this machine is checked while SGLang starts, which takes longer, and before the server is registered as
-    ready. Other weights are fetched first, and removed once no server starts on them.
+    They are those of a store, or the model's own folder while it is copied into the store.
 
     Raises:
-        UserError: it names none.
+        UserError: it names none. On leaving: the bytes in the folder are not the intended ones.
     """
-    if spec.weights is None:
-        yield _of_model(spec.folder)
+    if spec.weights is not None:
+        store = open_store(spec.store_url)
+        with local_weights(store, read_weights(store, spec.weights).files) as folder:
+            yield folder
         return
-    store = open_store(spec.store_url)
-    files = read_weights(store, spec.weights).files
-    if (folder := store.local(common_folder(files))) is not None:
-        yield _checked(store, files, folder)
-        return
-    with in_memory(store, files) as fetched:
-        yield FirstWeights(fetched, lambda: None, lambda: None)
-
-
-def _of_model(folder: ModelFolder | None) -> FirstWeights:
-    if folder is None:
+    if spec.folder is None:
         raise UserError("the inference server was given no weights; publish version 0 first")
-    linked = link_wanted(Path(folder.path), Path(tempfile.mkdtemp(prefix="weights-")))
-    return FirstWeights(linked, lambda: None, lambda: check_unchanged(folder))
-
-
-def _checked(store: Store, files: Sequence[FileRef], folder: Path) -> FirstWeights:
-    """The store's own `folder`, which is hashed meanwhile."""
-    checked = in_background(lambda: materialise(store, files, folder, verify=True), "weights")
-
-    def check_so_far() -> None:
-        if checked.done():
-            checked.result()
-
-    return FirstWeights(folder, check_so_far, checked.result)
+    yield link_wanted(Path(spec.folder.path), Path(tempfile.mkdtemp(prefix="weights-")))
+    check_unchanged(spec.folder)
 
 
 def check_unchanged(folder: ModelFolder) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import uvicorn
@@ -20,6 +22,7 @@ from starlette.routing import Route
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+TAKEN = ExitStack()
 SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 DETACH = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
 
@@ -62,6 +65,14 @@ app = Starlette(
 )  # fmt: skip
 
 
+def take_port(host: str, port: int) -> None:
+    """Another program that gets the port if the system may give it away."""
+    other = TAKEN.enter_context(socket.socket())
+    with suppress(OSError):
+        other.bind((host, port))
+        other.listen()
+
+
 def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Callable[..., None]) -> None:
     if settings.attention_backend == "no-memory":
         print("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", flush=True)
@@ -74,6 +85,8 @@ def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Call
     subprocess.run([sys.executable, "-c", DETACH], check=True)  # its parent ends at once
     assert run_scheduler_process_func.__module__ == "areal_tasks.engines.sglang.scheduler"
     app.state.settings = settings
+    if settings.attention_backend == "port-wanted":
+        take_port(settings.host, settings.port)
     Path("server.pid").write_text(str(os.getpid()))
     uvicorn.run(
         app,
