@@ -143,7 +143,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
         taking = asyncio.ensure_future(rollouts.take("run"))
         cost.parts += len(await step(work, cost, math.inf, taking))
         begun = time.process_time()
-        taken = [group.index for group in rollouts.tracker.take() or ()]
+        taken = rollouts.tracker.take() or []
         rollouts.consume(taken)
         cost.whole += time.process_time() - begun
         await step(work, cost, work.clock + train_seconds)

@@ -128,7 +128,7 @@ class Rollouts:
                 raise RuntimeError(f"iteration {self.tracker.next} waits for groups, and none is being generated")
             self._news.clear()
             await self._news.wait()
-        return [group.index for group in taken]
+        return taken
 
     def _is_idle(self) -> bool:
         """Whether no group is assigned, all workers are ready, and the servers have weights that are new enough."""
@@ -275,13 +275,10 @@ class Rollouts:
             self.tracker.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
-            self._background.store(0.0, lambda: True, lambda: self._close(start), self.end)
+            # so that the lost process can record nothing if it still runs
+            self._background.store(0.0, lambda: True, lambda: asyncio.to_thread(self.spool.close, start), self.end)
         self._news.set()
         self.begin()
-
-    async def _close(self, start: int) -> None:
-        """Close this start of the spool, so that the lost process can record nothing if it still runs."""
-        await asyncio.to_thread(self.spool.close, start)
 
     def received(self, link: Link, event: Event) -> None:
         """Handle an event of a worker."""
@@ -407,8 +404,8 @@ def recover(tracker: GroupTracker, spool: Spool) -> list[RejectedGroup]:
     waiting, rejected = spool.recover(tracker.settled)
     for group in rejected:
         tracker.reject(group.index)
-    kept = tracker.restore(waiting)
-    spool.forget({group.index for group in waiting} - {group.index for group in kept})
+    tracker.restore(waiting)
+    spool.forget(waiting.keys() - tracker.finished.of.keys())
     if waiting:
-        log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), len(kept))
+        log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), tracker.ready())
     return rejected

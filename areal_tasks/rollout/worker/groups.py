@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Piece
+from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.judging import Judge, VerifiersFailed, verdicts_of
 from areal_tasks.rollout.orders import (
@@ -37,7 +39,7 @@ from areal_tasks.rollout.orders import (
     Written,
 )  # fmt: skip
 from areal_tasks.rollout.spooling import Writer, narrowed, spooled_rows, tables_of
-from areal_tasks.rollout.worker.apart import in_time
+from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import StartClosed
@@ -54,25 +56,6 @@ CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
 )  # fmt: skip
 #: The order of the rows of every table.
 ORDER: Final = [("group_id", "ascending"), ("sample_index", "ascending")]
-
-
-class AtLeast:
-    """The client, for a leased group: no request goes to a server with weights older than `floor`."""
-
-    def __init__(self, client: InferenceClient, floor: int) -> None:
-        self._client = client
-        self._floor = floor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """As `InferenceClient.generate`."""
-        return await self._client.generate([replace(request, floor=self._floor) for request in requests])
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
-        """As `InferenceClient.stream`."""
-        return self._client.stream(replace(request, floor=self._floor))
 
 
 @dataclass(frozen=True)
@@ -210,14 +193,18 @@ class Groups:
 
     async def _attempt(self, lease: Lease) -> tuple[list[Sample], str]:
         """The group's samples, and why a filter rejects them, if one does."""
-        client = cast(InferenceClient, AtLeast(self.context.client, lease.floor))
-        context = replace(self.context, client=client)
-        if self.judge is None:
+        client = LeasedClient(self.context.client, lease.floor)
+        context = replace(self.context, client=cast(InferenceClient, client))
+        if (judge := self.judge) is None:
             return await self._samples(lease, context), ""
-        verdicts = self.judge.verdicts()
-        samples = await self._samples(lease, replace(context, verify=verdicts))
+        known = dict[Row, VerifyResult]()
+
+        async def verify(sample: Sample) -> VerifyResult:
+            return await client.here(judge.verdict(known, sample))
+
+        samples = await self._samples(lease, replace(context, verify=verify))
         self.report(Generated(number=lease.number, index=lease.index))
-        return samples, await self.judge(samples, verdicts.known)
+        return samples, await judge(samples, known)
 
     async def _samples(self, lease: Lease, context: WorkflowContext) -> list[Sample]:
         work = self.workflow.run(self.prompt_of(lease.index), context)
