@@ -23,7 +23,7 @@ from areal_tasks.stages.checkpoint import Checkpoints, restored_weights
 from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
-from areal_tasks.stages.jobs import Execute, IterationResult, Job, label_of, run_directly
+from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly
 from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
@@ -298,7 +298,7 @@ class Loop:
             return {}
         k, plan = self.head.iteration, self.plan(self.head.iteration)
         context = self._context_after(self.run.commit(k - 1) if k else None, self.run.digest_before(k), k)
-        built = Built(self.run.read_stage(train), train, reused=True)
+        built = Built(f"train {k}", self.run.read_stage(train), train, reused=True)
         return self._labelled(self._job("publish", plan, context, {"train": built}))
 
     def _unpublished(self) -> StageRef | None:
@@ -312,7 +312,7 @@ class Loop:
 
     def _job(self, name: str, plan: Plan, context: Context, built: Mapping[str, Built]) -> Job:
         stage = next(stage for stage in plan.stages if stage.name == name)
-        return Job(label_of(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
+        return Job(stage, context, {name: built[name] for name in plan.inputs(stage)})
 
     def _level(
         self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]
