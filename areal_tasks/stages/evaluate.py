@@ -15,14 +15,13 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
-from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, evaluation_rollout
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
-from areal_tasks.rollout.spooling import Spool, Writer
+from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.staleness import Staleness
-from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop, order_of, sizes_of
+from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop, rollouts_of, sizes_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
@@ -111,15 +110,10 @@ def evaluation(client: InferenceClient, context: Context, inputs: Inputs) -> Rol
     sizes = [min(AT_ONCE, len(groups) - start) for start in range(0, len(groups), AT_ONCE)]
     rule = Staleness(lambda k: k - version, version + len(sizes) - 1, lambda k: sizes[k - version])
     left_out = set(range(max(groups, default=0))) - groups
-    return Rollouts(
-        tracker=GroupTracker(rule, version, SettledGroups().add(left_out)),
-        client=client,
-        order=order_of(context, client, inputs.ref("eval_prompts"), NOT_SPOOLED, evaluates=True),
-        connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
-        limits=evaluation_rollout(recipe),
-        spool=Spool(run.store, run.name, run.owner, NOT_SPOOLED),
-        writer=Writer(run.store, run.name, run.owner, NOT_SPOOLED),
-    )
+    tracker = GroupTracker(rule, version, SettledGroups().add(left_out))
+    spool = Spool(run.store, run.name, run.owner, NOT_SPOOLED)
+    prompts = inputs.ref("eval_prompts")
+    return rollouts_of(context, client, prompts, tracker, evaluation_rollout(recipe), spool, evaluates=True)
 
 
 def taken(store: Store, parts: Sequence[Written]) -> pa.Table:

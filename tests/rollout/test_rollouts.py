@@ -92,7 +92,7 @@ def rollouts(
         return Near(url, flow, make).link
 
     tracker = GroupTracker(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
-    return Here(tracker, client, cast(Any, None), near, settings, at(store), writer(store))
+    return Here(tracker, client, cast(Any, None), near, settings, at(store))
 
 
 def reasons(found: Rollouts) -> dict[int, str]:

@@ -165,7 +165,7 @@ class Run(RuleBasedStateMachine):
         assert usable >= tracker.finished.of.keys()
         assert spool.recover(tracker.settled)[0].keys() == everything.keys()
         client = cast(InferenceClient, self.servers)
-        self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
+        self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool)
         self.taking: asyncio.Task[list[Written]] | None = None
         self.servers.version = self.trained = self.commit.next
         await self.found.use_workers(set(self.starts.items()))
