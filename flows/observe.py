@@ -124,7 +124,12 @@ class Observer:
 
     def _iteration(self, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         stages = in_order(result)
-        lines = [line_of(one, one in result.news and not one.reused, pages.get(one.label)) for one in stages]
+        ui, made = PREFECT_UI_URL.value() or "", [one for one in result.news if not one.reused]
+        numbers = [metrics_text(one.manifest.stage, one.manifest.metrics) for one in stages]
+        lines = [
+            stage_line(one, one in made, text, ui, pages.get(one.label))
+            for one, text in zip(stages, numbers, strict=True)
+        ]
         paths = [built.ref.path for built in stages]
         page = iteration_page(self.run.name, self.run.store.url, summary_line(result), lines, paths)
         about = f"Iteration {result.iteration} of {self.run.label}: its stages and where to go from here"
@@ -168,16 +173,6 @@ def in_order(result: IterationResult) -> list[Built]:
     """The iteration's own stages in order of commit, then those built once for the run."""
     found = sorted(result.built.values(), key=lambda built: built.manifest.provenance.committed)
     return sorted(found, key=lambda built: built.manifest.iteration != result.iteration)
-
-
-def line_of(built: Built, made: bool, page: UUID | None) -> str:
-    """A stage as a line of the iteration's page; without links if the UI's address is unknown."""
-    manifest, ui = built.manifest, PREFECT_UI_URL.value()
-    task_run = manifest.provenance.prefect_task_run_id
-    task_url = f"{ui}/runs/task-run/{task_run}" if ui and task_run else ""
-    page_url = f"{ui}/artifacts/artifact/{page}" if ui and page else ""
-    numbers = metrics_text(manifest.stage, manifest.metrics)
-    return stage_line(built.label, "Committed" if made else "Reused", manifest, numbers, task_url, page_url)
 
 
 def summary_line(result: IterationResult) -> str:

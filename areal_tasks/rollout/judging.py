@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
 
@@ -98,16 +99,15 @@ def judged_with(recipe: RlhfRecipe | EvaluateRecipe) -> str:
 
 def judged_table(samples: Sequence[Sample]) -> pa.Table:
     """The verdicts of the samples, as a `JUDGED` table."""
-    rows = [
-        {
-            "sample_id": sample.sample_id,
-            "group_id": sample.prompt.group_id,
-            "sample_index": sample.sample_index,
-            "judged_with": sample.judged_with,
-            "verify_seconds": sample.verdict.seconds,
-            **vars(sample.verdict),
-        }
-        for sample in samples
-        if sample.verdict is not None
-    ]
-    return pa.table({f.name: pa.array([row[f.name] for row in rows], f.type) for f in JUDGED}, schema=JUDGED)
+    judged = [sample for sample in samples if sample.verdict is not None]
+    names = ("sample_id", "judged_with", "sample_index")
+    columns = {name: [getattr(sample, name) for sample in judged] for name in names}
+    columns["group_id"] = [sample.prompt.group_id for sample in judged]
+    return verdict_table(JUDGED, columns, verdicts_of(samples))
+
+
+def verdict_table(schema: pa.Schema, columns: Mapping[str, Sequence[Any]], results: Sequence[VerifyResult]) -> pa.Table:
+    """A table with these columns, and those of the results."""
+    found = {field.name: [getattr(result, field.name) for result in results] for field in fields(VerifyResult)}
+    every = {**columns, **found, "verify_seconds": found["seconds"]}
+    return pa.table({f.name: pa.array(every[f.name], f.type) for f in schema}, schema=schema)

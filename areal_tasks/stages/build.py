@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import pyarrow as pa
-
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage
 from areal_tasks.store import paths
 from areal_tasks.store.commit import commit_once, new_attempt
@@ -185,8 +183,7 @@ def manifest_path(manifest: StageManifest) -> str:
 def _written(stage: Stage, context: Context, output: Output, prefix: str) -> dict[str, TableRef]:
     if set(output.tables) != set(stage.writes):
         raise ValueError(f"stage {stage.name!r} declared {stage.writes} and wrote {tuple(output.tables)}")
-    return {name: _write(context, prefix, name, table) for name, table in output.tables.items()}
-
-
-def _write(context: Context, prefix: str, name: str, table: pa.Table | TableRef) -> TableRef:
-    return table if isinstance(table, TableRef) else write_table(context.store, prefix, name, table)
+    return {
+        name: table if isinstance(table, TableRef) else write_table(context.store, prefix, name, table)
+        for name, table in output.tables.items()
+    }

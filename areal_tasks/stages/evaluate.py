@@ -15,6 +15,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
+from areal_tasks.rollout.judging import verdict_table
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, evaluation_rollout
 from areal_tasks.rollout.rollouts import Rollouts
@@ -25,7 +26,7 @@ from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
-from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
+from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
@@ -33,7 +34,7 @@ from areal_tasks.store.runs import CommittedStage
 from areal_tasks.store.shards import read_table
 from schemas.manifest import InputRef
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
-from schemas.tables import EVALUATE, ROLLOUT
+from schemas.tables import EVALUATE, ROLLOUT, VERIFY
 
 NOT_SPOOLED: Final = ""  # what the groups of an evaluation are made with: none goes to the spool
 AT_ONCE: Final = 64  # finished groups that the worker writes at a time: an end of its process costs no more of them
@@ -65,7 +66,11 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
     check_failures(results, recipe.reward)
-    table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)
+    table = joined(
+        samples,
+        verdict_table(VERIFY, {"sample_id": samples["sample_id"].to_pylist()}, results),
+        context.weights.version,
+    )
     accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
     dropped = dropped_eval_prompts(inputs.manifests["prompts"])
     also_read = (InputRef(path=source.ref.path, digest=source.ref.digest),) if source else ()

@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
@@ -24,14 +22,13 @@ from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly
-from areal_tasks.stages.overlap import Overlap, Results
+from areal_tasks.stages.overlap import Overlap, Results, in_thread
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.evaluations import EVALUATING, evaluated_weights, pending_evaluation
 from areal_tasks.store.objects.files import newest_written
-from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import published_weights
 from areal_tasks.store.retention.compact import Compactor
@@ -215,7 +212,7 @@ class Loop:
                 found |= self._level(ready, plan, context, found)
             return found, groups_of(context.store, found["rollout"].manifest)
 
-        self._ahead = in_background(partial(copy_context().run, work), "ahead")
+        self._ahead = in_thread(work, "ahead")
 
     def _take_ahead(self, k: int) -> dict[str, Built]:
         """The stages of iteration `k` that were begun while the previous one trained. Raises what they raised."""
