@@ -25,7 +25,6 @@ from flows.artifacts import Artifacts
 from flows.background import CLOSE_SECONDS, HURRIED_SECONDS
 from flows.events import Events, metrics_of
 from flows.pages import iteration_page, manifest_page, rollout_page, rollout_rows, seconds_of, stage_line
-from flows.tasks import metrics_text
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 from schemas.tables import ROLLOUT
 
@@ -125,11 +124,7 @@ class Observer:
     def _iteration(self, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         stages = in_order(result)
         ui, made = PREFECT_UI_URL.value() or "", [one for one in result.news if not one.reused]
-        numbers = [metrics_text(one.manifest.stage, one.manifest.metrics) for one in stages]
-        lines = [
-            stage_line(one, one in made, text, ui, pages.get(one.label))
-            for one, text in zip(stages, numbers, strict=True)
-        ]
+        lines = [stage_line(one, one in made, ui, pages.get(one.label)) for one in stages]
         paths = [built.ref.path for built in stages]
         page = iteration_page(self.run.name, self.run.store.url, summary_line(result), lines, paths)
         about = f"Iteration {result.iteration} of {self.run.label}: its stages and where to go from here"

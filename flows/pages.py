@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from areal_tasks.stages.build import Built
 from areal_tasks.store.backend import Store
+from flows.tasks import metrics_text
 from schemas.manifest import StageManifest, Wait, WaitsRecord
 
 # Widths in characters: the UI wraps neither the cells of its tables nor a page's code blocks.
@@ -95,7 +96,7 @@ def iteration_page(run: str, store: str, summary: str, stages: Sequence[str], pa
     return "\n\n".join(parts)
 
 
-def stage_line(built: Built, made: bool, numbers: str, ui: str, page: UUID | None) -> str:
+def stage_line(built: Built, made: bool, ui: str, page: UUID | None) -> str:
     """A stage as a line of the iteration's table; `ui`: the UI's address, empty if it is unknown: no links then."""
     manifest, task_run = built.manifest, built.manifest.provenance.prefect_task_run_id
     cells = (
@@ -104,7 +105,7 @@ def stage_line(built: Built, made: bool, numbers: str, ui: str, page: UUID | Non
         _link("manifest", f"{ui}/artifacts/artifact/{page}") if ui and page else "",
         f"{sum(table.rows for table in manifest.tables.values()):,}",
         f"{seconds_of(manifest):.2f}",
-        escape_markdown(head(numbers, NUMBERS_CUT)),
+        escape_markdown(head(metrics_text(manifest.stage, manifest.metrics), NUMBERS_CUT)),
     )
     return f"| {' | '.join(cells)} |"
 

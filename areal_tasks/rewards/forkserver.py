@@ -151,8 +151,8 @@ class _Server:
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         waiting.register(self.wakeup, select.POLLIN)
-        for channel in filter(None, self.workers.values()):
-            waiting.register(channel, 0)  # POLLHUP is always reported
+        for end in filter(None, self.workers.values()):
+            waiting.register(end, 0)  # POLLHUP is always reported
         ready = {descriptor for descriptor, _ in waiting.poll()}
         for pid, channel in self.workers.items():
             if channel is not None and channel.fileno() in ready:

@@ -126,6 +126,7 @@ class VerifierPool:
             try:
                 worker = self._advance(call, rows, worker)
             except BaseException as error:
+                worker = None
                 with self._changed:
                     self._fail(call, error)
         if worker is not None:
@@ -158,13 +159,17 @@ class VerifierPool:
                     return None
             self._answer(call)
             return worker
-        except (ConnectionError, UserError) as error:
-            self._end(server)
+        except BaseException as error:
+            if worker is not None:
+                worker.close()
+            if isinstance(error, (ConnectionError, UserError)):
+                self._end(server)
             row = rows[0] if rows else -1
             call.losses[row] += 1
-            if isinstance(error, UserError) or call.losses[row] > MAX_LOSSES:
-                if not begun:
-                    raise
+            too_often = call.losses[row] > MAX_LOSSES
+            if not isinstance(error, ConnectionError) or (too_often and not begun):
+                raise
+            if too_often:
                 self._answer(call, Result(0.0, "error", "", str(error), 0.0, 0.0, True), rows.popleft())
             return None
         finally:

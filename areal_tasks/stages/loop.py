@@ -168,7 +168,7 @@ class Loop:
         self.engines.load_early((self.restored or current).version)
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
-        started, built = now(), dict(once) | self._take_ahead(k)
+        started, built = now(), dict(once) | self._take_ahead()
         self._apply_changes(k + 1)
         if self.engines.resizes(self.recipe_at(k)):
             self._overlap.wait()  # a publication uses the trainer
@@ -182,7 +182,7 @@ class Loop:
             wanted = [s for s in level if s.name not in built and s.name not in overlapped]
             built |= (new := self._level(wanted, plan, context, built))
             if "rollout" in new:
-                self._consume(k, groups_of(self.run.store, new["rollout"].manifest))
+                self._consume(groups_of(self.run.store, new["rollout"].manifest))
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
         if "publish" in overlapped:
@@ -214,17 +214,17 @@ class Loop:
 
         self._ahead = in_thread(work, "ahead")
 
-    def _take_ahead(self, k: int) -> dict[str, Built]:
-        """The stages of iteration `k` that were begun while the previous one trained. Raises what they raised."""
+    def _take_ahead(self) -> dict[str, Built]:
+        """The next iteration's stages that were begun while the previous one trained. Raises what they raised."""
         work, self._ahead = self._ahead, None
         if work is None:
             return {}
         found, groups = work.result()
-        self._consume(k, groups)
+        self._consume(groups)
         return found
 
-    def _consume(self, k: int, groups: Sequence[int]) -> None:
-        """Record that iteration `k` has taken these groups; the previous one is committed without them."""
+    def _consume(self, groups: Sequence[int]) -> None:
+        """Record that the next iteration has taken these groups; the previous one is committed without them."""
         assert self.generation is not None
         self.generation.consume(groups)
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from waiting import LIMIT, alive, wait_until
 
+from areal_tasks.rewards import processes
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.processes import Forkserver, Worker
 from areal_tasks.rewards.protocol import Result, Row
@@ -301,6 +302,17 @@ def test_calls_in_progress_fail_when_the_pool_is_closed() -> None:
         call.result()
 
 
+def test_an_error_of_the_pool_itself_ends_its_call_alone() -> None:
+    def broken(pid: int) -> float:
+        raise psutil.AccessDenied(pid)
+
+    with VerifierPool(settings(workers=1)) as pool:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(psutil.AccessDenied):
+            patch.setattr(processes, "_cpu_seconds", broken)
+            judge(pool, "nap", "xx")
+        assert judge(pool, "xxx")[0].reward == 3.0
+
+
 def test_losing_the_forkserver_between_calls_costs_nothing() -> None:
     pool = VerifierPool(settings())
     forkserver = forkserver_of(pool)
@@ -331,6 +343,7 @@ def test_a_forkserver_that_is_lost_again_and_again_without_a_verifier_at_work_is
 
 
 PARENT = """
+from areal_tasks.rewards import processes
 from areal_tasks.rewards.pool import VerifierPool
 from schemas.recipe.sections import Reward
 pool = VerifierPool(Reward(verifier={verifier!r}, timeout_seconds=600, memory_mb=128))
