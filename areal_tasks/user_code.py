@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,13 +17,42 @@ from schemas.errors import UserError
 
 def find_object(name: str, field: str) -> Any:
     """The object that a recipe field names as `package.module:object`. UserError if it does not exist."""
-    module, separator, attribute = name.partition(":")
+    path, separator, attribute = name.partition(":")
     if not separator:
         raise UserError(f"{field}: {name} is no `package.module:object`")
+    module = import_module(path, field)
     try:
-        return getattr(import_module(module, field), attribute)
+        return attrgetter(attribute)(module)
     except AttributeError as error:
-        raise UserError(f"{field}: {module} has no {attribute}") from error
+        where = getattr(module, "__file__", None) or "built into Python"
+        raise UserError(f"{field}: {path} ({where}) has no {attribute!r}") from error
+
+
+def find_function(
+    name: str, field: str, given: Sequence[str], arguments: Mapping[str, Any], optional: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """The function that a recipe field names, with the recipe's `arguments` bound.
+
+    Args:
+        given: names of the positional arguments that it is called with, for messages.
+        optional: keyword arguments that are passed on only if it has parameters of these names.
+
+    Raises:
+        UserError: it does not exist, is not callable, or does not take these arguments.
+    """
+    found = find_object(name, field)
+    if not callable(found):
+        raise UserError(f"{field}: {name} is a {type(found).__name__}, which is not callable")
+    signature = inspect.signature(found)
+    passed = [key for key in optional if key in signature.parameters and key not in arguments]
+    try:
+        signature.bind(*given, **dict.fromkeys(passed), **arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{field}: {name}{signature} does not fit: {error}. It is called with ({', '.join(given)}) and "
+            f"{field.rpartition('.')[0]}.arguments ({', '.join(arguments) or 'none given'})"
+        ) from error
+    return lambda *values, **options: found(*values, **{key: options[key] for key in passed}, **arguments)
 
 
 def import_module(module: str, field: str) -> ModuleType:

@@ -33,7 +33,7 @@ from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Event, Finished, Generated, Lease, News, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
-from areal_tasks.rollout.spooling import Spool, Writer
+from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.store.backend import open_store
 from benchmarks.bare_loop import machine
@@ -132,7 +132,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
     rollouts = Rollouts(
         GroupTracker(rule, 0), cast(InferenceClient, servers), cast(Any, None),
         lambda url, flow: cast(Link, FarWorker(url, flow, work)),
-        Rollout(groups=load.groups), Spool(store, "run", 1, "made"), Writer(store, "run", 1, "made"),
+        Rollout(groups=load.groups), Spool(store, "run", 1, "made"),
     )  # fmt: skip
     await rollouts.use_workers({(str(n), 0) for n in range(max(1, gpus // 2 // GPUS_PER_WORKER))})
     train_seconds = trained_tokens(load) / (gpus / 2 * TRAIN_RATE)
@@ -143,7 +143,7 @@ async def run(gpus: int, iterations: int, folder: Path) -> tuple[Cost, float]:
         taking = asyncio.ensure_future(rollouts.take("run"))
         cost.parts += len(await step(work, cost, math.inf, taking))
         begun = time.process_time()
-        taken = [group.index for group in rollouts.tracker.take() or ()]
+        taken = rollouts.tracker.take() or []
         rollouts.consume(taken)
         cost.whole += time.process_time() - begun
         await step(work, cost, work.clock + train_seconds)

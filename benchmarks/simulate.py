@@ -216,9 +216,9 @@ class Simulation:
             return
         chosen = self.tracker.take()
         if chosen is not None:
-            self.lags.update(self.tracker.next - group.version for group in chosen)
-            self.ready.append(sum(self.tokens.pop(group.index) for group in chosen))
-            self.tracker.consume(group.index for group in chosen)
+            self.lags.update(self.tracker.next - self.tracker.finished.of[group] for group in chosen)
+            self.ready.append(sum(self.tokens.pop(group) for group in chosen))
+            self.tracker.consume(chosen)
 
     def _train(self) -> None:
         waits = self.times.publish_waits and bool(self.arrivals)

@@ -26,23 +26,21 @@ from flows.background import CLOSE_SECONDS
 WAITING: Final = 8
 REQUEST_SECONDS: Final = 30.0
 
-Make = Callable[["Artifacts"], None]
-
 
 class Artifacts:
-    """Takes work for its thread with `offer`; the work creates artifacts with `create` and `update`."""
+    """Takes work for its thread with `offer`; only there may it call `create` and `update`."""
 
     def __init__(self, log: Any) -> None:
         self.log = log
         self.lost = 0
         found = flow_run.get_id()
         self.flow_run = UUID(found) if found else None
-        self._queue: Queue[tuple[str, Make] | None] = Queue(WAITING)
+        self._queue: Queue[tuple[str, Callable[[], object]] | None] = Queue(WAITING)
         self._client: SyncPrefectClient | None = None
         self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name="artifacts", daemon=True)
         self._thread.start()
 
-    def offer(self, what: str, make: Make) -> None:
+    def offer(self, what: str, make: Callable[[], object]) -> None:
         """Queue `make` for the artifact thread; drop it if the queue is full."""
         try:
             self._queue.put_nowait((what, make))
@@ -84,7 +82,7 @@ class Artifacts:
                 what, make = offered
                 try:
                     self._client = self._client or stack.enter_context(_new_client())
-                    make(self)
+                    make()
                 except Exception as error:  # no error here may fail an iteration
                     self._lose(what, f"{type(error).__name__}: {error}")
 

@@ -69,7 +69,7 @@ class Events:
 
 def metrics_of(result: IterationResult) -> Metrics:
     """The metrics by stage of what a commit adds, without those of stages that run once."""
-    return {built.manifest.stage: built.manifest.metrics for built in result.news.values() if built.manifest.metrics}
+    return {built.manifest.stage: built.manifest.metrics for built in result.news if built.manifest.metrics}
 
 
 def finite(metrics: Metrics) -> dict[str, dict[str, float | None]]:

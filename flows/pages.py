@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 
+from areal_tasks.stages.build import Built
 from areal_tasks.store.backend import Store
+from flows.tasks import metrics_text
 from schemas.manifest import StageManifest, Wait, WaitsRecord
 
 # Widths in characters: the UI wraps neither the cells of its tables nor a page's code blocks.
@@ -93,17 +96,16 @@ def iteration_page(run: str, store: str, summary: str, stages: Sequence[str], pa
     return "\n\n".join(parts)
 
 
-def stage_line(task: str, state: str, manifest: StageManifest, numbers: str, task_url: str, page_url: str) -> str:
-    """A stage as a line of the iteration's table; a URL is empty where there is nothing to link to."""
-    rows, seconds = sum(table.rows for table in manifest.tables.values()), seconds_of(manifest)
-    page = _link("manifest", page_url) if page_url else ""
+def stage_line(built: Built, made: bool, ui: str, page: UUID | None) -> str:
+    """A stage as a line of the iteration's table; `ui`: the UI's address, empty if it is unknown: no links then."""
+    manifest, task_run = built.manifest, built.manifest.provenance.prefect_task_run_id
     cells = (
-        _link(task, task_url),
-        state,
-        page,
-        f"{rows:,}",
-        f"{seconds:.2f}",
-        escape_markdown(head(numbers, NUMBERS_CUT)),
+        _link(built.label, f"{ui}/runs/task-run/{task_run}" if ui and task_run else ""),
+        "Committed" if made else "Reused",
+        _link("manifest", f"{ui}/artifacts/artifact/{page}") if ui and page else "",
+        f"{sum(table.rows for table in manifest.tables.values()):,}",
+        f"{seconds_of(manifest):.2f}",
+        escape_markdown(head(metrics_text(manifest.stage, manifest.metrics), NUMBERS_CUT)),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, ClassVar, Final
 from uuid import UUID
 
@@ -71,15 +72,15 @@ class Waits(RepeatedWork):
             self._records += 1
 
     def _show(self, record: WaitsRecord) -> None:
-        self.artifacts.offer("what the run waits for", lambda artifacts: self._write(artifacts, record))
+        self.artifacts.offer("what the run waits for", partial(self._write, record))
 
-    def _write(self, artifacts: Artifacts, record: WaitsRecord) -> None:
+    def _write(self, record: WaitsRecord) -> None:
         page = waits_page(self.run.name, record, SHOWN_SECONDS)
         if self._page is None:
             about = f"What {self.run.label} waits for, and since when"
-            self._page = artifacts.create("markdown", page, artifact_key(self.run.name, "waits"), about)
+            self._page = self.artifacts.create("markdown", page, artifact_key(self.run.name, "waits"), about)
         else:
-            artifacts.update(self._page, page)
+            self.artifacts.update(self._page, page)
 
 
 def _wait(found: Waited) -> Wait:

@@ -3,12 +3,13 @@
 The forkserver of `multiprocessing` does not fit: it imports the caller's `__main__` (a whole flow) again in every
 worker, there is one per process, and it survives when a pool is closed.
 
-Its parent sends commands over a SOCK_SEQPACKET socket: `fork` (with the worker's end of a channel), or a process id to
-kill; it reports `ready` or `failed`, `started` and `exited`. When the socket closes, the parent has ended or closed the
-pool: all workers and their descendants are killed. If this process dies first, the kernel kills the workers
+Its parent sends it the pool's specification over a SOCK_SEQPACKET socket, and then one end of a channel for each worker
+that it wants. When the socket closes, the parent has ended or closed the pool: all workers and their descendants are
+killed. When a channel closes, its worker is. If this process dies first, the kernel kills the workers
 (PR_SET_PDEATHSIG). While user code is being imported, a watchdog process listens to the socket instead.
 
-A worker reads rows, verifies them one by one, and answers each at once. Rows and results are JSON, one per line. A
+What the parent reads from a channel is JSON, one per line: the worker's process id (or why the verifier cannot be
+loaded), its results, and its exit status. The worker reads rows, verifies them one by one, and answers each at once. A
 worker that ran out of memory, or in which a verifier left a thread or a process running, marks its result as the last
 and ends, so that later samples are not affected.
 """
@@ -123,65 +124,71 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     os.dup2(2, 1)  # keeps a verifier's prints out of the caller's standard output
-    spec = json.loads(control.recv(1 << 20))
+    name, arguments, memory_mb = json.loads(control.recv(1 << 20))
     watchdog = _start_watchdog(control)
+    verifier, mistake = None, ""
     try:
-        verifier = load_verifier(spec["verifier"], spec["arguments"])
+        verifier = load_verifier(name, arguments)
     except UserError as error:
-        _send(control, {"event": "failed", "message": str(error)})
-        _kill(watchdog)
-        return
+        mistake = str(error)
     gc.collect()
     gc.freeze()  # the workers share these pages until they are written to
-    server = _Server(control, verifier, spec["memory_mb"])
-    _send(control, {"event": "ready"})
-    server.run()
+    server = _Server(control, verifier, mistake, memory_mb)
+    while server.serve():
+        pass
+    server.close()
     _kill(watchdog)
 
 
 class _Server:
-    def __init__(self, control: socket.socket, verifier: Any, memory_mb: int) -> None:
-        self.control, self.verifier, self.memory_mb = control, verifier, memory_mb
-        self.workers: set[int] = set()
+    def __init__(self, control: socket.socket, verifier: Any, mistake: str, memory_mb: int) -> None:
+        self.control, self.verifier, self.mistake, self.memory_mb = control, verifier, mistake, memory_mb
+        self.workers: dict[int, socket.socket | None] = {}  # their ends of their channels; None: it has been killed
         self.wakeup = _child_signals()
 
-    def run(self) -> None:
-        """Handles commands until the parent's end of the socket closes, then kills all workers."""
+    def serve(self) -> bool:
+        """Wait for the parent or a worker's end, and react. False once the parent's end of the socket has closed."""
         waiting = select.poll()
         waiting.register(self.control, select.POLLIN)
         waiting.register(self.wakeup, select.POLLIN)
-        while True:
-            ready = {descriptor for descriptor, _ in waiting.poll()}
-            self._reap()
-            if self.control.fileno() in ready and not self._handle_command():
-                break
+        for end in filter(None, self.workers.values()):
+            waiting.register(end, 0)  # POLLHUP is always reported
+        ready = {descriptor for descriptor, _ in waiting.poll()}
+        for pid, channel in self.workers.items():
+            if channel is not None and channel.fileno() in ready:
+                _kill_tree(pid)
+                channel.close()
+                self.workers[pid] = None
+        self._reap()
+        return self.control.fileno() not in ready or self._fork()
+
+    def close(self) -> None:
+        """Kill all workers."""
         for pid in self.workers:
             _kill_tree(pid)
             os.waitpid(pid, 0)
 
-    def _handle_command(self) -> bool:
+    def _fork(self) -> bool:
+        """Fork the worker that the parent asks for. False if it has closed the socket."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self.control, 64, 1)
         except ConnectionError:
             return False
         if not message:
             return False
-        if message == b"fork":
-            self._fork(socket.socket(fileno=descriptors[0]))
-        elif int(message) in self.workers:
-            _kill_tree(int(message))
-        return True
-
-    def _fork(self, channel: socket.socket) -> None:
-        parent = os.getpid()
+        channel, parent = socket.socket(fileno=descriptors[0]), os.getpid()
+        if self.mistake:
+            _tell(channel, self.mistake)
+            channel.close()
+            return True
         pid = os.fork()
         if pid == 0:
             self._run_worker(channel, parent)
         with contextlib.suppress(PermissionError):
             os.setpgid(pid, pid)  # the child does the same; the first call takes effect
-        channel.close()
-        self.workers.add(pid)
-        _send(self.control, {"event": "started", "pid": pid})
+        self.workers[pid] = channel
+        _tell(channel, pid)
+        return True
 
     def _run_worker(self, channel: socket.socket, parent: int) -> None:
         status = 1
@@ -190,8 +197,8 @@ class _Server:
             _die_with(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self.control.close()
-            self.wakeup.close()
+            for other in filter(None, (self.control, self.wakeup, *self.workers.values())):
+                other.close()
             serve(channel, self.verifier, self.memory_mb)
             status = 0
         finally:
@@ -200,12 +207,14 @@ class _Server:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self.wakeup.recv(4096)
-        for pid in list(self.workers):
+        for pid, channel in list(self.workers.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 _kill_group(pid)  # what it left running; before its id can be reused
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                self.workers.discard(pid)
-                _send(self.control, {"event": "exited", "pid": pid, "status": status})
+                del self.workers[pid]
+                if channel is not None:
+                    _tell(channel, status)
+                    channel.close()
 
 
 def _child_signals() -> socket.socket:
@@ -240,9 +249,10 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _send(control: socket.socket, event: dict[str, Any]) -> None:
-    with contextlib.suppress(ConnectionError):  # the parent has ended; the next read reports it
-        control.send(json.dumps(event).encode())
+def _tell(end: socket.socket, what: str | int) -> None:
+    """Send a line. A line break precedes it, since a worker may have been killed while it wrote one."""
+    with contextlib.suppress(ConnectionError, BlockingIOError):  # the other end has closed, or is full
+        end.send(b"\n" + json.dumps(what).encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 def _kill(pid: int) -> None:

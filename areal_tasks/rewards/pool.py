@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import selectors
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -19,178 +18,12 @@ from schemas.recipe.sections import Reward
 #: Rows sent to a worker at once; fewer towards the end, so that no worker is left with all of the rest.
 MAX_CHUNK: Final = 32
 
-#: Losses of the forkserver without a verdict in between, after which the rows being verified are blamed.
+#: Losses of the forkserver while a row was in progress or next, after which the row is blamed.
 MAX_LOSSES: Final = 2
 
 #: The default wall-clock limit, as a multiple of the CPU limit: a busy machine may take so much longer.
 WALL_FACTOR: Final = 60
-_CHECK_SECONDS: Final = 0.05  # least time between two checks of a worker
 _CLOSED: Final = "this pool of verifiers is closed"
-
-
-class Job:
-    """One call of `verify`: sends rows to idle workers, collects results, replaces workers that die or are too slow."""
-
-    server: Forkserver
-    workers: list[Worker]
-
-    def __init__(self, rows: Sequence[Row], settings: Reward) -> None:
-        self.rows = rows
-        self.cpu_limit = settings.timeout_seconds
-        self.wall_limit = settings.wall_seconds or WALL_FACTOR * settings.timeout_seconds
-        self.results: dict[int, Result] = {}
-        self.losses, self.known = 0, 0  # losses of the forkserver in a row, and results at the last one
-
-    @property
-    def done(self) -> bool:
-        return len(self.results) == len(self.rows)
-
-    def in_order(self) -> list[Result]:
-        return [self.results[i] for i in range(len(self.rows))]
-
-    def run(self, server: Forkserver, workers: list[Worker]) -> None:
-        """Verifies the rows that have no result yet. ConnectionError if the forkserver is lost."""
-        self.server, self.workers = server, workers
-        self.waiting = deque(i for i in range(len(self.rows)) if i not in self.results)
-        with selectors.DefaultSelector() as self.selector:
-            self.selector.register(server.control, selectors.EVENT_READ)
-            for worker in workers:
-                self.selector.register(worker.channel, selectors.EVENT_READ, worker)
-            while not self.done:
-                self._replace_exited()
-                self._hand_out()
-                self._collect()
-                self._expire()
-
-    def forkserver_lost(self, error: ConnectionError, workers: list[Worker]) -> None:
-        """Handle the loss of the forkserver. After `MAX_LOSSES` in a row, rows in progress fail at the next one.
-
-        Raises:
-            ConnectionError: `error`, if there were more than `MAX_LOSSES` in a row and no row is in progress.
-        """
-        self.losses = 1 if len(self.results) > self.known else self.losses + 1
-        if self.losses > MAX_LOSSES:
-            blamed = [worker for worker in workers if worker.rows]
-            if not blamed:
-                raise error
-            for worker in blamed:
-                self._answer(worker, "error", str(error))
-            self.losses = 0
-        self.known = len(self.results)
-
-    def _hand_out(self) -> None:
-        for worker in list(self.workers):
-            if self.waiting and not worker.rows:
-                size = min(MAX_CHUNK, math.ceil(len(self.waiting) / (2 * len(self.workers))))
-                worker.rows.extend(self.waiting.popleft() for _ in range(size))
-                self._begin(worker, worker.cpu)
-                self._send(worker)
-
-    def _send(self, worker: Worker) -> None:
-        """Sends the worker its rows. If it has ended, the first row fails, unless the forkserver was lost with it."""
-        try:
-            worker.send([self.rows[i] for i in worker.rows])
-        except TimeoutError:
-            self._fail(worker, "error", "the verifier's process hangs: it does not read the row")
-        except OSError:
-            self._await_status(worker)
-
-    def _await_status(self, worker: Worker) -> None:
-        """The worker has ended: wait for its exit status, or the loss of the forkserver, before the next check."""
-        worker.ended, worker.check_at = True, time.monotonic() + self.server.reply_seconds
-
-    def _begin(self, worker: Worker, cpu: float) -> None:
-        worker.begin(cpu)
-        self._schedule_check(worker, self.cpu_limit, self.wall_limit)
-
-    def _collect(self) -> None:
-        checks = [worker.check_at for worker in self.workers if worker.rows]
-        pause = max(0.0, min(checks, default=0.0) - time.monotonic())
-        for key, _ in self.selector.select(0.0 if self.server.exited else pause):
-            if key.data in self.workers:
-                self._receive(key.data)
-
-    def _receive(self, worker: Worker) -> None:
-        try:
-            for result in worker.receive():
-                if result.cpu - worker.cpu > self.cpu_limit:  # it arrived before a check
-                    self._answer(worker, "timeout", self._too_much())
-                else:
-                    self.results[worker.rows.popleft()] = result
-                self._begin(worker, result.cpu)
-                if result.last:
-                    self._replace(worker)
-                    return
-        except ValueError as error:
-            self._fail(worker, "error", str(error))
-            return
-        if worker.ended and self._forget(worker):
-            self._await_status(worker)
-
-    def _replace_exited(self) -> None:
-        """Replaces workers that ended by themselves; the row in progress of each gets `error`."""
-        for pid, status in self.server.exits():
-            for worker in [worker for worker in self.workers if worker.pid == pid]:
-                self._receive(worker)
-                if worker in self.workers:
-                    self._fail(worker, "error", _describe_status(status))
-
-    def _expire(self) -> None:
-        for worker in [worker for worker in self.workers if worker.rows and worker.check_at <= time.monotonic()]:
-            self._receive(worker)  # the result may have arrived just now
-            if worker in self.workers and worker.rows and worker.check_at <= time.monotonic():
-                self._check(worker)
-
-    def _check(self, worker: Worker) -> None:
-        """Fails the row in progress if it has exceeded a limit, or if the worker has ended without a report of it."""
-        left_cpu = self.cpu_limit - worker.used()
-        left_wall = worker.began + self.wall_limit - time.monotonic()
-        if worker.ended:
-            self._fail(worker, "error", "the verifier's process ended")
-        elif left_cpu < 0:
-            self._fail(worker, "timeout", self._too_much())
-        elif left_wall < 0:
-            self._fail(worker, "error", f"wall clock: not finished within {self.wall_limit:g} s (reward.wall_seconds)")
-        else:
-            self._schedule_check(worker, left_cpu, left_wall)
-
-    def _schedule_check(self, worker: Worker, left_cpu: float, left_wall: float) -> None:
-        """Rare while much time is left: a check reads all processes. Threads may use up the CPU seconds faster."""
-        worker.check_at = time.monotonic() + max(_CHECK_SECONDS, min(left_cpu / 4, left_wall))
-
-    def _too_much(self) -> str:
-        return f"more than reward.timeout_seconds = {self.cpu_limit:g} s of CPU"
-
-    def _fail(self, worker: Worker, verdict: str, detail: str) -> None:
-        """The row in progress gets `verdict`; the rest of the worker's chunk goes to other workers."""
-        if worker.rows:
-            self._answer(worker, verdict, detail)
-        self._replace(worker)
-
-    def _answer(self, worker: Worker, verdict: str, detail: str) -> None:
-        seconds = time.monotonic() - worker.began
-        self.results[worker.rows.popleft()] = Result(0.0, verdict, "", detail, seconds, worker.cpu, True)
-
-    def _replace(self, worker: Worker) -> None:
-        self.waiting.extendleft(reversed(worker.rows))
-        self._forget(worker)
-        self.server.kill(worker)
-        fresh = self.server.fork()
-        self.workers[self.workers.index(worker)] = fresh
-        self.selector.register(fresh.channel, selectors.EVENT_READ, fresh)
-
-    def _forget(self, worker: Worker) -> bool:
-        """Stops listening to the worker. Returns whether it listened before."""
-        listened = worker.channel in self.selector.get_map()
-        if listened:
-            self.selector.unregister(worker.channel)
-        return listened
-
-
-def _describe_status(status: int) -> str:
-    if status >= 0:
-        return f"the verifier ended its process with status {status}"
-    return f"the verifier's process was killed by signal {-status}"
 
 
 @dataclass(frozen=True)
@@ -210,108 +43,166 @@ def unverified_verdicts(reward: Reward) -> frozenset[str]:
     return frozenset({"error"} if reward.timeout_reward is not None else {"timeout", "error"})
 
 
+class Call(Future[list[VerifyResult]]):
+    """Rows to be verified; the future's result are theirs, in order. Without rows, it waits for a worker alone.
+
+    `waiting`: the rows that no worker has been given. `losses`: of the forkserver, while a row was the next.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__()
+        self.rows = rows
+        self.waiting = deque(range(len(rows)))
+        self.results: dict[int, VerifyResult] = {}
+        self.losses = Counter[int]()
+
+
 class VerifierPool:
-    """`reward.workers` processes, kept running. `verify` may be called from any thread; calls take turns."""
+    """`reward.workers` processes, kept running, each with a thread that gives it rows. For any thread."""
 
     def __init__(self, settings: Reward) -> None:
         self.settings = settings
-        self._lock = threading.Lock()
-        self._gate = threading.Lock()  # guards the next two fields; never held for long, unlike `_lock`
-        self._closed = False
-        self._loading: Forkserver | None = None
+        self._wall_limit = settings.wall_seconds or WALL_FACTOR * settings.timeout_seconds
+        self._threads: list[threading.Thread] = []
+        self._calls: list[Call] = []
         self._server: Forkserver | None = None
-        self._workers: list[Worker] = []
-        self._job: Job | None = None
+        self._closed = False
+        self._changed = threading.Condition()  # guards the fields above; never held for long
 
     @property
     def judged(self) -> int:
-        """Number of verdicts of the current call of `verify`, or of the last one."""
-        job = self._job
-        return 0 if job is None else len(job.results)
+        """Number of verdicts of the calls in progress, or of the last one."""
+        return sum(len(call.results) for call in self._calls)
 
     def __enter__(self) -> Self:
         """Loads the verifier. UserError if it cannot be loaded."""
-        with self._lock:
-            self._start()
+        self.verify(())
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes of the pool for good, and waits for them. One that is loading the verifier is killed."""
-        with self._gate:
+        """Ends all processes of the pool for good, and waits for them. Calls in progress fail."""
+        with self._changed:
             self._closed = True
-            if self._loading is not None:
-                self._loading.abandon()
-        with self._lock:
-            self._stop()
+            for call in self._calls:
+                self._fail(call, RuntimeError(_CLOSED))
+            self._changed.notify_all()
+        if self._server is not None:
+            self._server.close()
+        for thread in self._threads:
+            thread.join()
 
     def verify(self, rows: Sequence[Row]) -> list[VerifyResult]:
-        """The rows' results, in order.
+        """The rows' results, in order. Errors as of `submit`."""
+        return self.submit(rows).result()
 
-        A lost forkserver is replaced, and rows without a result are verified again.
+    def submit(self, rows: Sequence[Row]) -> Call:
+        """Begins to verify rows, after those of earlier calls. A lost forkserver is replaced, and its rows begin again.
 
         Raises:
-            UserError: The verifier cannot be loaded.
-            ConnectionError: The forkserver is lost repeatedly, although no verifier is running.
-            RuntimeError: The pool is closed.
+            RuntimeError: the pool is closed. The call raises the same if that happens before its end, and
+            UserError: the verifier cannot be loaded;
+            ConnectionError: the forkserver is lost repeatedly, although no verifier is running.
         """
-        with self._lock:
-            job = self._job = Job(rows, self.settings)
-            try:
-                while not job.done:
-                    self._advance(job)
-            except BaseException:
-                self._stop()  # the workers still hold rows of this job
-                raise
-        return [self._result(result) for result in job.in_order()]
-
-    def _advance(self, job: Job) -> None:
-        try:
-            job.run(self._start(), self._workers)
-        except ConnectionError as error:
-            job.forkserver_lost(error, self._workers)
-            self._stop()
-
-    def _start(self) -> Forkserver:
-        if self._server is None:
-            server = self._begin()
-            try:
-                self._load(server)
-                self._workers = [server.fork() for _ in range(self.settings.workers)]
-            except BaseException:
-                server.close()
-                raise
-            self._server = server
-        return self._server
-
-    def _begin(self) -> Forkserver:
-        """The forkserver before it loads the verifier; `close` can kill it from now on. RuntimeError if closed."""
-        with self._gate:
+        call = Call(rows)
+        with self._changed:
             if self._closed:
                 raise RuntimeError(_CLOSED)
-            self._loading = Forkserver()
-            return self._loading
+            self._calls = [*(one for one in self._calls if not one.done()), call]
+            while len(self._threads) < self.settings.workers:
+                thread = threading.Thread(target=self._work, name="verifiers", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
+        return call
 
-    def _load(self, server: Forkserver) -> None:
+    def _work(self) -> None:
+        """Has one process after the other verify rows, until the pool is closed."""
+        worker: Worker | None = None
+        while (taken := self._take()) is not None:
+            call, rows = taken
+            try:
+                worker = self._advance(call, rows, worker)
+            except BaseException as error:
+                worker = None
+                with self._changed:
+                    self._fail(call, error)
+        if worker is not None:
+            worker.close()
+
+    def _take(self) -> tuple[Call, deque[int]] | None:
+        """The next rows for a worker, once there are some; None once the pool is closed."""
+        with self._changed:
+            while not self._closed:
+                open_calls = (call for call in self._calls if not call.done())
+                if (call := next((call for call in open_calls if call.waiting or not call.rows), None)) is not None:
+                    size = min(MAX_CHUNK, math.ceil(len(call.waiting) / (2 * self.settings.workers)))
+                    return call, deque(call.waiting.popleft() for _ in range(size))
+                self._changed.wait()
+            return None
+
+    def _advance(self, call: Call, rows: deque[int], worker: Worker | None) -> Worker | None:
+        """Has a worker verify rows; those without a result wait again. Returns the worker, if it can go on."""
+        server, begun = self._running(), False
         try:
-            server.load(self.settings.verifier, self.settings.arguments, self.settings.memory_mb)
-        except (UserError, ConnectionError) as error:
-            if self._closed:  # `close` killed the process
-                raise RuntimeError(_CLOSED) from error
-            raise
+            if worker is None or worker.server is not server or not worker.idles():
+                if worker is not None:
+                    worker.close()
+                worker = Worker(server)
+            begun = True
+            for result in worker.verify([call.rows[i] for i in rows], self.settings.timeout_seconds, self._wall_limit):
+                self._answer(call, result, rows.popleft())
+                if result.last:
+                    worker.close()
+                    return None
+            self._answer(call)
+            return worker
+        except BaseException as error:
+            if worker is not None:
+                worker.close()
+            if isinstance(error, (ConnectionError, UserError)):
+                self._end(server)
+            row = rows[0] if rows else -1
+            call.losses[row] += 1
+            too_often = call.losses[row] > MAX_LOSSES
+            if not isinstance(error, ConnectionError) or (too_often and not begun):
+                raise
+            if too_often:
+                self._answer(call, Result(0.0, "error", "", str(error), 0.0, 0.0, True), rows.popleft())
+            return None
         finally:
-            with self._gate:
-                self._loading = None
+            with self._changed:
+                call.waiting.extendleft(reversed(rows))
+                self._changed.notify_all()
 
-    def _stop(self) -> None:
-        if self._server is not None:
-            for worker in self._workers:
-                worker.channel.close()
-            self._workers.clear()
-            self._server.close()
-            self._server = None
+    def _running(self) -> Forkserver:
+        """The forkserver. It is started if there is none. RuntimeError if the pool is closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            if self._server is None:
+                self._server = Forkserver(self.settings.verifier, self.settings.arguments, self.settings.memory_mb)
+            return self._server
+
+    def _end(self, server: Forkserver) -> None:
+        """Ends a forkserver, and its workers with it. Another is started when it is needed."""
+        with self._changed:
+            self._server = None if self._server is server else self._server
+        server.close()
+
+    def _answer(self, call: Call, result: Result | None = None, row: int = -1) -> None:
+        """Adds the result of a row. The last one ends the call."""
+        with self._changed:
+            if result is not None:
+                call.results[row] = self._result(result)
+            if len(call.results) == len(call.rows) and not call.done() and call.set_running_or_notify_cancel():
+                call.set_result([call.results[i] for i in range(len(call.rows))])
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        if not call.done() and call.set_running_or_notify_cancel():
+            call.set_exception(error)
 
     def _result(self, result: Result) -> VerifyResult:
         return VerifyResult(

@@ -23,59 +23,19 @@ from schemas.errors import UserError
 LOAD_SECONDS: Final = 120.0
 _REPLY_SECONDS: Final = 30.0
 _STOP_SECONDS: Final = 2.0
+_POLL_SECONDS: Final = 0.5
+_CHECK_SECONDS: Final = 0.05  # least time between two checks of a worker
 _COMMAND: Final = "from areal_tasks.rewards.forkserver import main; main()"
 
 
-class Worker:
-    """A verifier process, and the rows sent to it, in the order of its answers."""
-
-    def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid, self.channel = pid, channel
-        self.rows: deque[int] = deque()
-        self.began = 0.0  # time at which it began the first of them, on the monotonic clock
-        self.cpu = 0.0  # CPU seconds that the process had used by then
-        self.check_at = 0.0  # time of the next check of its limits
-        self.ended = False
-        self._buffer = b""
-
-    def begin(self, cpu: float) -> None:
-        """The process begins its next row, having used `cpu` seconds of CPU so far."""
-        self.began, self.cpu = time.monotonic(), cpu
-
-    def used(self) -> float:
-        """CPU seconds that the row has taken so far, in this process and in those it has started."""
-        total = 0.0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid)
-            for member in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
-        return total - self.cpu
-
-    def send(self, rows: Sequence[Row]) -> None:
-        """Sends a chunk. TimeoutError if the process does not read it, another OSError if it has ended."""
-        self.channel.settimeout(_REPLY_SECONDS)
-        self.channel.sendall(json.dumps(rows).encode() + b"\n")
-
-    def receive(self) -> Iterator[Result]:
-        """The results that have arrived, without waiting. ValueError for anything else."""
-        self.channel.settimeout(0)
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            arrived = self.channel.recv(1 << 20)
-            self.ended = not arrived
-            self._buffer += arrived
-        *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            if not self.rows:
-                raise ValueError("the verifier's process gave more results than it had rows")
-            yield _result(line)
-
-
 class Forkserver:
-    """The process of `areal_tasks.rewards.forkserver`. Call `load` first and `close` at the end, even if that fails."""
+    """The process of `areal_tasks.rewards.forkserver`, which imports the pool's verifier. `close` it at the end."""
 
-    def __init__(self) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
+        self.verifier = verifier
+        self.loaded = False  # whether it has imported the verifier
+        self.reply_seconds = _REPLY_SECONDS
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno())],
@@ -84,91 +44,174 @@ class Forkserver:
                 process_group=0,  # a Ctrl-C in the terminal must reach the caller only
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
-        self.reply_seconds = _REPLY_SECONDS
-        self.exited: list[tuple[int, int]] = []  # received, and not yet returned by `exits`
+        self._control.settimeout(_REPLY_SECONDS)
+        self._control.send(json.dumps([verifier, dict(arguments), memory_mb]).encode())
 
-    def fork(self) -> Worker:
-        """Starts and returns a new worker."""
+    def fork(self) -> socket.socket:
+        """Ask for a worker, and return the channel to it. ConnectionError if the process has ended, or hangs."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send(b"fork", theirs.fileno())
-        while (event := self._reply())["event"] != "started":
-            self.exited.append((event["pid"], event["status"]))
-        return Worker(event["pid"], ours)
+            try:
+                socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise self.lost() from error
+        return ours
 
-    def _reply(self) -> Any:
-        """The next event. ConnectionError if the process hangs; `close` then kills it."""
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def lost(self) -> Exception:
+        """Why the process does not answer: UserError if it does not get the verifier imported, else ConnectionError."""
         try:
-            return self._event(self.reply_seconds)
-        except TimeoutError as error:
-            raise ConnectionError(
-                f"the process that starts verifiers ({self._process.pid}) has not answered for "
-                f"{self.reply_seconds:g} s: it is ended"
-            ) from error
-
-    def kill(self, worker: Worker) -> None:
-        """Kills the worker and its descendants, if it still runs."""
-        worker.channel.close()
-        self._send(str(worker.pid).encode())
-
-    def exits(self) -> list[tuple[int, int]]:
-        """Process ids and exit statuses (negative: a signal) of the workers that ended since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                event = self._event(timeout=0)
-                self.exited.append((event["pid"], event["status"]))
-        found, self.exited = self.exited, []
-        return found
+            status = self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            if not self.loaded:
+                return UserError(f"reward.verifier: importing {self.verifier} takes longer than {LOAD_SECONDS:g} s.")
+            who = f"the process that starts verifiers ({self._process.pid})"
+            return ConnectionError(f"{who} has not answered for {self.reply_seconds:g} s: it is ended")
+        if not self.loaded:
+            return UserError(f"reward.verifier: importing {self.verifier} ends the importing process.")
+        return ConnectionError(f"the process that starts verifiers ended with status {status}")
 
     def close(self) -> None:
-        """Ends the workers and the process, and waits for the latter."""
-        self.control.close()
+        """End the workers and the process, and wait for the latter. May be called again, and by any thread."""
+        self._control.close()
         try:
-            self._process.wait(_STOP_SECONDS)
+            self._process.wait(_STOP_SECONDS if self.loaded else 0.0)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def abandon(self) -> None:
-        """From another thread: kill the process while it loads, so that `load` fails at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_RDWR)  # a process that the import started may hold the other end
 
-    def load(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
-        """Have the process import the verifier. UserError if that fails."""
-        spec = {"verifier": verifier, "arguments": dict(arguments), "memory_mb": memory_mb}
-        self._send(json.dumps(spec).encode())
+class Worker:
+    """A verifier process that `server` forks. `close` it at the end, and after its last result.
+
+    Raises:
+        UserError: the verifier cannot be loaded.
+        ConnectionError: the forkserver is lost.
+    """
+
+    def __init__(self, server: Forkserver) -> None:
+        self.server, self._channel = server, server.fork()
+        self._lines: deque[bytes] = deque()
+        self._rest = b""  # of what has arrived: the beginning of a line
+        self._cpu = 0.0  # CPU seconds that the process had used when it began the row in progress
         try:
-            event = self._event(LOAD_SECONDS)
-        except TimeoutError as error:
-            raise UserError(f"reward.verifier: importing {verifier} takes longer than {LOAD_SECONDS:g} s.") from error
-        except ConnectionError as error:
-            raise UserError(f"reward.verifier: importing {verifier} ends the importing process.") from error
-        if event["event"] == "failed":
-            raise UserError(event["message"])
+            self._pid = json.loads(self._reply())
+            if isinstance(self._pid, str):
+                raise UserError(self._pid)
+        except BaseException:
+            self.close()
+            raise
+        server.loaded = True
 
-    def _send(self, message: bytes, *descriptors: int) -> None:
-        self.control.settimeout(_REPLY_SECONDS)
+    def idles(self) -> bool:
+        """Whether it waits for rows. It has ended if there is anything to be read."""
+        with contextlib.suppress(ConnectionError):
+            return self._line(0.0) is None
+        return False
+
+    def verify(self, rows: Sequence[Row], cpu_limit: float, wall_limit: float) -> Iterator[Result]:
+        """The rows' results, in order; no more after the `last` one of the process. `close` it then.
+
+        Raises:
+            ConnectionError: the forkserver is lost, and the process with it.
+        """
+        self._channel.settimeout(_REPLY_SECONDS)
         try:
-            socket.send_fds(self.control, [message], descriptors)
-        except BrokenPipeError as error:
-            raise ConnectionError(self._gone()) from error
+            self._channel.sendall(json.dumps(rows).encode() + b"\n")
+        except TimeoutError:
+            yield _failure("error", "the verifier's process hangs: it does not read the row")
+            return
+        except OSError:
+            pass  # it has ended: its status follows
+        for _ in rows:
+            result = self._result(cpu_limit, wall_limit)
+            yield result
+            if result.last:
+                return
 
-    def _event(self, timeout: float) -> Any:
-        self.control.settimeout(timeout)
-        message = self.control.recv(1 << 16)
-        if not message:
-            raise ConnectionError(self._gone())
-        return json.loads(message)
+    def close(self) -> None:
+        """Have the process and its descendants killed, if it still runs."""
+        self._channel.close()
 
-    def _gone(self) -> str:
-        return f"the process that starts verifiers ended with status {self._process.wait()}"
+    def _result(self, cpu_limit: float, wall_limit: float) -> Result:
+        began, left_cpu, left_wall = time.monotonic(), cpu_limit, wall_limit
+        too_much = f"more than reward.timeout_seconds = {cpu_limit:g} s of CPU"
+        while left_cpu >= 0 and left_wall >= 0:
+            # Checks are rare while much time is left: each reads all processes. Threads may use up CPU seconds faster.
+            line = self._line(max(_CHECK_SECONDS, min(left_cpu / 4, left_wall)))
+            if line is None and not _runs(self._pid):
+                line = self._reply()
+            seconds = time.monotonic() - began
+            if line is not None:
+                before, result = self._cpu, _parsed(line, seconds)
+                self._cpu = max(before, result.cpu)
+                in_time = result.cpu - before <= cpu_limit
+                return result if in_time else _failure("timeout", too_much, seconds, result.last)
+            left_cpu, left_wall = cpu_limit - (_cpu_seconds(self._pid) - self._cpu), wall_limit - seconds
+        if left_cpu < 0:
+            return _failure("timeout", too_much, seconds)
+        return _failure("error", f"wall clock: not finished within {wall_limit:g} s (reward.wall_seconds)", seconds)
+
+    def _reply(self) -> bytes:
+        """What the forkserver sends soon, unless it has ended or hangs."""
+        end = time.monotonic() + (self.server.reply_seconds if self.server.loaded else LOAD_SECONDS)
+        while (line := self._line(_POLL_SECONDS)) is None:
+            if self.server.ended() or time.monotonic() > end:  # what it has started may hold the channel
+                raise self.server.lost()
+        return line
+
+    def _line(self, seconds: float) -> bytes | None:
+        """The next line; None if there is none within `seconds`. ConnectionError if the forkserver has ended."""
+        deadline = time.monotonic() + seconds
+        while not self._lines:
+            self._channel.settimeout(max(deadline - time.monotonic(), 0.0))
+            try:
+                arrived = self._channel.recv(1 << 20)
+            except (TimeoutError, BlockingIOError):
+                return None
+            except ConnectionResetError:
+                arrived = b""
+            if not arrived:
+                raise self.server.lost()
+            *lines, self._rest = (self._rest + arrived).split(b"\n")
+            self._lines.extend(filter(None, lines))
+        return self._lines.popleft()
 
 
-def _result(line: bytes) -> Result:
+def _parsed(line: bytes, seconds: float) -> Result:
+    """The result in this line, or what an exit status means for the row in progress."""
     try:
-        return Result(*json.loads(line))
-    except (ValueError, TypeError) as error:
-        raise ValueError("the verifier's process answered with something that is no result") from error
+        found = json.loads(line)
+        if not isinstance(found, int):
+            return Result(*found)
+    except (ValueError, TypeError):
+        return _failure("error", "the verifier's process answered with something that is no result", seconds)
+    if found >= 0:
+        return _failure("error", f"the verifier ended its process with status {found}", seconds)
+    return _failure("error", f"the verifier's process was killed by signal {-found}", seconds)
+
+
+def _failure(verdict: str, detail: str, seconds: float = 0.0, last: bool = True) -> Result:
+    return Result(0.0, verdict, "", detail, seconds, 0.0, last)
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _cpu_seconds(pid: int) -> float:
+    """The CPU seconds of a process and of those that it has started."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
+    return total

@@ -31,7 +31,7 @@ class Background:
         self,
         seconds: float,
         needed: Callable[[], bool],
-        put: Callable[[], Awaitable[None]],
+        put: Callable[[], Awaitable[object]],
         failed: Callable[[Exception], None],
     ) -> None:
         """After `seconds`, await `put` if `needed()`; retry every `RETRY_SECONDS` while the store fails.

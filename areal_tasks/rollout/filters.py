@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.user_code import find_object
+from areal_tasks.user_code import find_function
 from areal_tasks.workflows import Sample
-from schemas.errors import UserError
 from schemas.recipe.filters import Filters
 
 #: Called with a group's samples and their rewards (NaN: none); returns why the group is rejected, or None.
@@ -25,18 +23,7 @@ def load_function(filters: Filters) -> Function | None:
     """
     if not filters.function:
         return None
-    field = "rollout.filters.function"
-    found = find_object(filters.function, field)
-    if not callable(found):
-        raise UserError(f"{field}: {filters.function} is a {type(found).__name__}, which is not callable")
-    try:
-        inspect.signature(found).bind([], [], **filters.arguments)
-    except TypeError as error:
-        raise UserError(
-            f"{field}: {filters.function} does not fit: {error}. It is called with (samples, rewards) and "
-            f"rollout.filters.arguments ({', '.join(filters.arguments) or 'none given'})"
-        ) from error
-    return lambda samples, rewards: found(samples, rewards, **filters.arguments)
+    return find_function(filters.function, "rollout.filters.function", ("samples", "rewards"), filters.arguments)
 
 
 def rejection(results: Sequence[VerifyResult], filters: Filters) -> str:

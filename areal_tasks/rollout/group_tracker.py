@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from areal_tasks.rollout.settled import SettledGroups
-from areal_tasks.rollout.staleness import Finished, Staleness, Versions
+from areal_tasks.rollout.staleness import Staleness, Versions
 
 
 @dataclass
@@ -67,18 +67,13 @@ class GroupTracker:
         """The batch size of the next iteration minus the number of live groups."""
         return self.rule.batch(self.next) - self.live()
 
-    def restore(self, waiting: Iterable[Finished]) -> list[Finished]:
-        """Make `waiting`, groups that an earlier start finished, the only live groups.
+    def restore(self, waiting: Mapping[int, int]) -> None:
+        """Make those of `waiting` that can be used, groups that an earlier start finished, the only live groups.
 
-        Returns those that can be used; the others begin again.
+        `waiting`: their versions. The other groups begin again.
         """
         self._forget_live()
-        kept = []
-        for group in sorted(waiting, key=lambda group: (group.version, group.index)):
-            if group.index not in self.settled and self._usable(group.version):
-                self.finished.add(group.index, group.version)
-                kept.append(group)
-        return kept
+        self._keep(self.finished, waiting)
 
     def change_rule(self, rule: Staleness) -> tuple[list[int], list[int]]:
         """Apply another rule. Returns the running and the finished groups for which it has no room: they are not live.
@@ -137,8 +132,8 @@ class GroupTracker:
         """The number of finished groups that no iteration has taken. May be called from another thread."""
         return len(self.finished.of)
 
-    def take(self) -> list[Finished] | None:
-        """The groups of the next iteration, in order of their numbers; None while it must wait for groups."""
+    def take(self) -> list[int] | None:
+        """The groups of the next iteration, in order; None while it must wait for groups."""
         return self.rule.take(self.next, self.finished, self.running.counts)
 
     def consume(self, indices: Iterable[int]) -> list[int]:

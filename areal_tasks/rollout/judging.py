@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
 from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
 
@@ -27,72 +27,15 @@ class VerifiersFailed(Exception):
     """The verifiers themselves failed: no completion is the cause."""
 
 
-Verify = Callable[[Sequence[Row]], Sequence[VerifyResult]]
-
-
-@dataclass(eq=False)
-class PendingRows:
-    """Completions that wait for their verdicts."""
-
-    rows: Sequence[Row]
-    results: Sequence[VerifyResult] | None = None
-
-
-@dataclass
-class BatchedVerifier:
-    """Verifies the completions of many groups by few calls of `verify`, which blocks. Use within one event loop.
-
-    `verify` is called in a thread, one call at a time, with all completions that wait.
-    """
-
-    verify: Verify
-    _waiting: list[PendingRows] = field(default_factory=list)
-    _calling: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def __call__(self, rows: Sequence[Row]) -> Sequence[VerifyResult]:
-        """The verdicts on `rows`, in order. VerifiersFailed; UserError if the verifier cannot be loaded."""
-        mine = PendingRows(rows)
-        self._waiting.append(mine)
-        try:
-            async with self._calling:
-                if mine.results is None:  # else an earlier call has verified them
-                    await self._verify(list(self._waiting))
-        finally:
-            self._waiting.remove(mine)
-        assert mine.results is not None
-        return mine.results
-
-    async def _verify(self, waiting: Sequence[PendingRows]) -> None:
-        try:
-            results = await asyncio.to_thread(self.verify, [row for one in waiting for row in one.rows])
-        except ConnectionError as error:
-            raise VerifiersFailed(f"the verifiers have failed: {error}") from error
-        found = iter(results)
-        for one in waiting:
-            one.results = list(islice(found, len(one.rows)))
-
-
-class Verdicts:
-    """The verdicts that a workflow asks for in one attempt at a group: one for each completion."""
-
-    def __init__(self, verify: BatchedVerifier) -> None:
-        self._verify = verify
-        self.known: dict[Row, VerifyResult] = {}
-
-    async def __call__(self, sample: Sample) -> VerifyResult:
-        """The verdict on the sample as it is now. Errors as of `BatchedVerifier`."""
-        row = row_of(sample)
-        if row in self.known:
-            return self.known[row]
-        [found] = await self._verify([row])
-        return self.known.setdefault(row, found)  # concurrent calls get the same verdict
+Verify = Callable[[Sequence[Row]], Awaitable[Sequence[VerifyResult]]]
 
 
 @dataclass
 class Judge:
     """Verifies samples, and decides which groups filters reject. Use within one event loop.
 
-    `judged_with` is the digest of what verdicts depend on besides the samples.
+    `judged_with` is the digest of what verdicts depend on besides the samples. `known` has the verdicts of one attempt
+    at a group, one for each completion.
     """
 
     verify: Verify
@@ -101,12 +44,13 @@ class Judge:
     function: Function | None = None
     seconds: float = 3600.0  # limit of a call of `function`
 
-    def __post_init__(self) -> None:
-        self._batched = BatchedVerifier(self.verify)
-
-    def verdicts(self) -> Verdicts:
-        """New `Verdicts`, for one attempt at a group."""
-        return Verdicts(self._batched)
+    async def verdict(self, known: dict[Row, VerifyResult], sample: Sample) -> VerifyResult:
+        """The verdict on a sample as it is now, for a workflow that asks. Errors as of `__call__`."""
+        row = row_of(sample)
+        if row not in known:
+            [found] = await self._verified([row])
+            known.setdefault(row, found)  # concurrent calls get the same verdict
+        return known[row]
 
     async def __call__(self, samples: list[Sample], known: Mapping[Row, VerifyResult] = MappingProxyType({})) -> str:
         """Verify those samples of a group whose verdicts are not `known`. Returns why a filter rejects it, or "".
@@ -116,7 +60,12 @@ class Judge:
             UserError: the verifier cannot be loaded.
             Exception: what the user's function raises, or TimeoutError if it does not return.
         """
-        await self._judge(samples, known)
+        rows = [row_of(sample) for sample in samples]
+        missing = [row for row in rows if row not in known]
+        found = iter(await self._verified(missing) if missing else ())
+        for sample, row in zip(samples, rows, strict=True):
+            sample.verdict = known[row] if row in known else next(found)
+            sample.judged_with = self.judged_with
         results = verdicts_of(samples)
         reason = rejection(results, self.filters)
         if reason or self.function is None:
@@ -125,13 +74,11 @@ class Judge:
             work = in_background(partial(rejection_by, self.function, samples, results), "filter")
             return await asyncio.wrap_future(work)  # in its own thread, which stays if the function never returns
 
-    async def _judge(self, samples: list[Sample], known: Mapping[Row, VerifyResult]) -> None:
-        rows = [row_of(sample) for sample in samples]
-        missing = [row for row in rows if row not in known]
-        found = iter(await self._batched(missing) if missing else ())
-        for sample, row in zip(samples, rows, strict=True):
-            sample.verdict = known[row] if row in known else next(found)
-            sample.judged_with = self.judged_with
+    async def _verified(self, rows: Sequence[Row]) -> Sequence[VerifyResult]:
+        try:
+            return await self.verify(rows)
+        except ConnectionError as error:
+            raise VerifiersFailed(f"the verifiers have failed: {error}") from error
 
 
 def row_of(sample: Sample) -> Row:
@@ -152,16 +99,15 @@ def judged_with(recipe: RlhfRecipe | EvaluateRecipe) -> str:
 
 def judged_table(samples: Sequence[Sample]) -> pa.Table:
     """The verdicts of the samples, as a `JUDGED` table."""
-    rows = [
-        {
-            "sample_id": sample.sample_id,
-            "group_id": sample.prompt.group_id,
-            "sample_index": sample.sample_index,
-            "judged_with": sample.judged_with,
-            "verify_seconds": sample.verdict.seconds,
-            **vars(sample.verdict),
-        }
-        for sample in samples
-        if sample.verdict is not None
-    ]
-    return pa.table({f.name: pa.array([row[f.name] for row in rows], f.type) for f in JUDGED}, schema=JUDGED)
+    judged = [sample for sample in samples if sample.verdict is not None]
+    names = ("sample_id", "judged_with", "sample_index")
+    columns = {name: [getattr(sample, name) for sample in judged] for name in names}
+    columns["group_id"] = [sample.prompt.group_id for sample in judged]
+    return verdict_table(JUDGED, columns, verdicts_of(samples))
+
+
+def verdict_table(schema: pa.Schema, columns: Mapping[str, Sequence[Any]], results: Sequence[VerifyResult]) -> pa.Table:
+    """A table with these columns, and those of the results."""
+    found = {field.name: [getattr(result, field.name) for result in results] for field in fields(VerifyResult)}
+    every = {**columns, **found, "verify_seconds": found["seconds"]}
+    return pa.table({f.name: pa.array(every[f.name], f.type) for f in schema}, schema=schema)

@@ -19,28 +19,13 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rollout import orders
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.filters import mean_reward
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.links import Assignments, Links
-from areal_tasks.rollout.orders import (
-    Begin,
-    Broken,
-    Cause,
-    Down,
-    Event,
-    Failed,
-    Finished,
-    Generated,
-    LeaseOver,
-    Leaving,
-    Part,
-    Rejected,
-    Spooled,
-    Written,
-)  # fmt: skip
 from areal_tasks.rollout.rejections import STALE, Rejections
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Place, Spool, Writer
@@ -54,7 +39,7 @@ from schemas.recipe.sections import Rollout
 log = logging.getLogger(__name__)
 
 #: What the stage that takes groups raises after an attempt at a group failed, unless the workflow is the cause.
-ERRORS: Final[Mapping[Cause, Callable[[str], Exception]]] = {
+ERRORS: Final[Mapping[orders.Cause, Callable[[str], Exception]]] = {
     "servers": ServerDown, "verifiers": VerifiersFailed, "mistake": UserError,
 }  # fmt: skip
 
@@ -69,11 +54,10 @@ class Rollouts:
 
     tracker: GroupTracker
     client: InferenceClient
-    order: Callable[[], Begin]
+    order: Callable[[], orders.Begin]
     connect: Callable[[str, Rollouts], Link]
     limits: Rollout
     spool: Spool
-    writer: Writer
     verdicts: list[VerifyResult] = field(default_factory=list)  # on groups; the stage that takes groups clears it
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
@@ -85,13 +69,15 @@ class Rollouts:
     _background: Background = field(default_factory=Background)
 
     def __post_init__(self) -> None:
+        spool = self.spool
+        self.writer = Writer(spool.store, spool.run, spool.owner, spool.made_with)  # of rejected groups
         self.links = Links(self.client, self._background, self.begin)
         self.rejections = Rejections(self.limits)
         self.suspects = Suspects()
 
     # ── what iterations take ────────────────────────────────────────────────────────────────────────────────────────
 
-    async def take(self, prefix: str) -> list[Written]:
+    async def take(self, prefix: str) -> list[orders.Written]:
         """The next iteration's groups, in order, as parts of its tables below `prefix`, as soon as the rule allows it.
 
         Groups that filters rejected are recorded first: other groups began in their place, which a later start of the
@@ -128,7 +114,7 @@ class Rollouts:
                 raise RuntimeError(f"iteration {self.tracker.next} waits for groups, and none is being generated")
             self._news.clear()
             await self._news.wait()
-        return [group.index for group in taken]
+        return taken
 
     def _is_idle(self) -> bool:
         """Whether no group is assigned, all workers are ready, and the servers have weights that are new enough."""
@@ -136,7 +122,7 @@ class Rollouts:
             return False
         return self.client.version is None or self.client.version >= self.tracker.next - 1
 
-    async def _written(self, link: Link, part: Part) -> Written | None:
+    async def _written(self, link: Link, part: orders.Part) -> orders.Written | None:
         """Have a worker write a part; None if that failed and some of its groups begin again."""
         try:
             return await link.write(part)
@@ -144,7 +130,7 @@ class Rollouts:
             raise
         except WorkerLost:
             self.lost(link)
-        except LeaseOver:
+        except orders.LeaseOver:
             self._lose(self._assigned.of(link, part.numbers))
         except StoreError as error:
             if not part.groups:
@@ -172,7 +158,7 @@ class Rollouts:
             log.info("%d groups begin again and %d are rejected: %s", len(running), len(finished), why)
         self.begin()
 
-    def change_settings(self, limits: Rollout, order: Callable[[], Begin]) -> None:
+    def change_settings(self, limits: Rollout, order: Callable[[], orders.Begin]) -> None:
         """Use these settings from now on."""
         self.limits = self.rejections.limits = limits
         self.tracker.pace, self.order = limits.pace, order
@@ -275,24 +261,21 @@ class Rollouts:
             self.tracker.withdraw(group)
         if link.start is not None:
             start, link.start = link.start, None
-            self._background.store(0.0, lambda: True, lambda: self._close(start), self.end)
+            # so that the lost process can record nothing if it still runs
+            self._background.store(0.0, lambda: True, lambda: asyncio.to_thread(self.spool.close, start), self.end)
         self._news.set()
         self.begin()
 
-    async def _close(self, start: int) -> None:
-        """Close this start of the spool, so that the lost process can record nothing if it still runs."""
-        await asyncio.to_thread(self.spool.close, start)
-
-    def received(self, link: Link, event: Event) -> None:
+    def received(self, link: Link, event: orders.Event) -> None:
         """Handle an event of a worker."""
-        if isinstance(event, Broken):
+        if isinstance(event, orders.Broken):
             self.end(UserError(event.reason))
-        elif isinstance(event, Down):
+        elif isinstance(event, orders.Down):
             self._background.do(self.client.evict({event.url: event.reason}))
-        elif isinstance(event, Leaving):
+        elif isinstance(event, orders.Leaving):
             log.warning("the rollout worker at %s uses too much memory, and ends after its groups", link.url)
             link.leaving = True
-        elif isinstance(event, Spooled):
+        elif isinstance(event, orders.Spooled):
             self._spooled(link, event)
         elif not self._assigned.leased(event.index, link, event.number):
             link.take_back([event.number])
@@ -301,17 +284,17 @@ class Rollouts:
         self._news.set()
         self.begin()
 
-    def _handle(self, event: Generated | Finished | Rejected | Failed) -> None:
+    def _handle(self, event: orders.Generated | orders.Finished | orders.Rejected | orders.Failed) -> None:
         """Handle an event of a group that is leased."""
-        if isinstance(event, Generated):
+        if isinstance(event, orders.Generated):
             self._assigned.enter(event.index, "verifying")
             return
-        if isinstance(event, Failed):
+        if isinstance(event, orders.Failed):
             self._fail(event)
             return
         self.suspects.clear(event.index)
         self.verdicts += event.verdicts
-        if isinstance(event, Finished):
+        if isinstance(event, orders.Finished):
             self._assigned.enter(event.index, "held")
             self.tracker.finish(event.index, event.version)
             self.rejections.keep()
@@ -325,7 +308,7 @@ class Rollouts:
                 self.end,
             )
 
-    def _spooled(self, link: Link, event: Spooled) -> None:
+    def _spooled(self, link: Link, event: orders.Spooled) -> None:
         """Handle that groups were written to the store, and the worker no longer holds them."""
         link.start = event.record.start
         link.take_back(list(event.numbers))
@@ -335,7 +318,7 @@ class Rollouts:
             self._assigned.remove(group)
         self.spool.note(event.record, mine)
 
-    def _fail(self, event: Failed) -> None:
+    def _fail(self, event: orders.Failed) -> None:
         """Handle a failed attempt: the workflow's failure counts as an attempt; any other cause ends the stage."""
         self._assigned.end(event.index)
         if event.cause != "workflow":
@@ -407,8 +390,8 @@ def recover(tracker: GroupTracker, spool: Spool) -> list[RejectedGroup]:
     waiting, rejected = spool.recover(tracker.settled)
     for group in rejected:
         tracker.reject(group.index)
-    kept = tracker.restore(waiting)
-    spool.forget({group.index for group in waiting} - {group.index for group in kept})
+    tracker.restore(waiting)
+    spool.forget(waiting.keys() - tracker.finished.of.keys())
     if waiting:
-        log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), len(kept))
+        log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), tracker.ready())
     return rejected

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 
 from areal_tasks.rollout.judging import judged_table
 from areal_tasks.rollout.settled import SettledGroups
-from areal_tasks.rollout.staleness import Finished
 from areal_tasks.store import paths, spool
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
@@ -92,9 +91,12 @@ class Spool:
     _closed: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def recover(self, settled: SettledGroups) -> tuple[list[Finished], list[RejectedGroup]]:
-        """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected."""
-        waiting: dict[int, Finished] = {}
+    def recover(self, settled: SettledGroups) -> tuple[dict[int, int], list[RejectedGroup]]:
+        """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected.
+
+        Of a group that waits, it gives the version of the oldest token.
+        """
+        waiting: dict[int, int] = {}
         rejected: list[RejectedGroup] = []
         below, places = self.first[0][0], dict(self.first)
         self._closed.update(range(below))
@@ -103,8 +105,8 @@ class Spool:
                 rejected += [group for group in record.rejected if group.index not in settled]
                 unsettled = {group.index: group.version for group in record.finished if group.index not in settled}
                 self.note(record, unsettled)
-                waiting |= {index: Finished(index, version) for index, version in unsettled.items()}
-        return list(waiting.values()), [group for group in rejected if group.index not in waiting]
+                waiting |= unsettled
+        return waiting, [group for group in rejected if group.index not in waiting]
 
     def close(self, start: int, first: int = 0) -> list[SpoolRecord]:
         """Close a start. Returns its records from `first` on; none if its groups were made with other settings."""

@@ -23,14 +23,6 @@ from typing import Literal
 Rule = Literal["strict", "admission"]
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A group that can be trained on: its number, and the oldest weights version among its tokens."""
-
-    index: int
-    version: int
-
-
 @dataclass
 class Versions:
     """The version of each of some groups (`of`), and the number of groups by version (`counts`)."""
@@ -94,7 +86,7 @@ class Staleness:
         tight = [self.capacity(k, j) - self._up_to(counts, j) for j in {deadline, *counts} if j >= deadline]
         return max(0, min(tight))
 
-    def take(self, k: int, finished: Versions, running: Mapping[int, int]) -> list[Finished] | None:
+    def take(self, k: int, finished: Versions, running: Mapping[int, int]) -> list[int] | None:
         """The groups that iteration k trains on, in order of their numbers; None if it must wait for running ones.
 
         `running`: by version of the oldest token, or floor, the number of groups that have not finished.
@@ -103,8 +95,8 @@ class Staleness:
             return None
         if self.rule == "strict" and not self.holds(k + 1, self._left(k, finished.counts) + Counter(running)):
             return None
-        ordered = sorted(finished.of.items(), key=lambda group: (self.deadline(group[1]), group[0]))
-        return [Finished(*group) for group in sorted(ordered[: self.batch(k)])]
+        ordered = sorted(finished.of, key=lambda group: (self.deadline(finished.of[group]), group))
+        return sorted(ordered[: self.batch(k)])
 
     def _left(self, k: int, finished: Mapping[int, int]) -> Counter[int]:
         """The numbers of finished groups by version after iteration k has taken those with the earliest deadlines."""

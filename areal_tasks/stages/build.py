@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import pyarrow as pa
-
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage
 from areal_tasks.store import paths
 from areal_tasks.store.commit import commit_once, new_attempt
@@ -32,8 +30,12 @@ class PrefectIds:
 
 @dataclass(frozen=True)
 class Built:
-    """A committed stage, whether it was reused, and the reference by which a commit names it."""
+    """A committed stage, whether it was reused, and the reference by which a commit names it.
 
+    `label`: the name of its task run in this iteration, whether there was one or not.
+    """
+
+    label: str
     manifest: StageManifest
     ref: StageRef
     reused: bool
@@ -67,7 +69,7 @@ def _given(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Input
 def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
     """The result committed under the key, in this run or in the run that is replayed."""
     found = _own(stage, context, inputs) or _recorded(stage, context, inputs)
-    return None if found is None else Built(found.manifest, found.ref, reused=True)
+    return None if found is None else Built(stage.label(context), found.manifest, found.ref, reused=True)
 
 
 def _own(stage: Stage, context: Context, inputs: Inputs) -> CommittedStage | None:
@@ -98,7 +100,7 @@ def carried(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Buil
     key = _given(stage, context, inputs).key
     known = (r for r in history.stages if r.stage == stage.name and (r.key == key or not stage.reads))
     ref = next(known, None)
-    return None if ref is None else Built(context.run.read_stage(ref), ref, reused=True)
+    return None if ref is None else Built(stage.name, context.run.read_stage(ref), ref, reused=True)
 
 
 def _beginning(context: Context) -> IterationCommit | None:
@@ -170,7 +172,7 @@ def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Bu
         context.engines.actor.discard_policy()  # it holds this attempt's policy, not the committed one
     if not mine and stage.on_reuse is not None:
         stage.on_reuse(context, inputs, winner)
-    return Built(winner, stage_ref(path, winner), reused=not mine)
+    return Built(stage.label(context), winner, stage_ref(path, winner), reused=not mine)
 
 
 def manifest_path(manifest: StageManifest) -> str:
@@ -181,8 +183,7 @@ def manifest_path(manifest: StageManifest) -> str:
 def _written(stage: Stage, context: Context, output: Output, prefix: str) -> dict[str, TableRef]:
     if set(output.tables) != set(stage.writes):
         raise ValueError(f"stage {stage.name!r} declared {stage.writes} and wrote {tuple(output.tables)}")
-    return {name: _write(context, prefix, name, table) for name, table in output.tables.items()}
-
-
-def _write(context: Context, prefix: str, name: str, table: pa.Table | TableRef) -> TableRef:
-    return table if isinstance(table, TableRef) else write_table(context.store, prefix, name, table)
+    return {
+        name: table if isinstance(table, TableRef) else write_table(context.store, prefix, name, table)
+        for name, table in output.tables.items()
+    }

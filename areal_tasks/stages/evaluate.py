@@ -16,18 +16,18 @@ from areal_tasks.engines.holding import held_server
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
-from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.judging import verdict_table
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, evaluation_rollout
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
-from areal_tasks.rollout.spooling import Spool, Writer
+from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.staleness import Staleness
-from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop, order_of, sizes_of
+from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop, rollouts_of, sizes_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
-from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares, verify_table
+from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdict_shares
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
@@ -35,7 +35,7 @@ from areal_tasks.store.runs import CommittedStage
 from areal_tasks.store.shards import read_table
 from schemas.manifest import InputRef
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
-from schemas.tables import EVALUATE, ROLLOUT
+from schemas.tables import EVALUATE, ROLLOUT, VERIFY
 
 NOT_SPOOLED: Final = ""  # what the groups of an evaluation are made with: none goes to the spool
 AT_ONCE: Final = 64  # finished groups that the worker writes at a time: an end of its process costs no more of them
@@ -67,7 +67,11 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
     check_failures(results, recipe.reward)
-    table = joined(samples, verify_table(samples["sample_id"], results), context.weights.version)
+    table = joined(
+        samples,
+        verdict_table(VERIFY, {"sample_id": samples["sample_id"].to_pylist()}, results),
+        context.weights.version,
+    )
     accuracy = {"accuracy": shares["correct"], "reward": mean_reward(results)}
     dropped = dropped_eval_prompts(inputs.manifests["prompts"])
     also_read = (InputRef(path=source.ref.path, digest=source.ref.digest),) if source else ()
@@ -112,15 +116,10 @@ def evaluation(client: InferenceClient, context: Context, inputs: Inputs) -> Rol
     sizes = [min(AT_ONCE, len(groups) - start) for start in range(0, len(groups), AT_ONCE)]
     rule = Staleness(lambda k: k - version, version + len(sizes) - 1, lambda k: sizes[k - version])
     left_out = set(range(max(groups, default=0))) - groups
-    return Rollouts(
-        tracker=GroupTracker(rule, version, SettledGroups().add(left_out)),
-        client=client,
-        order=order_of(context, client, inputs.ref("eval_prompts"), NOT_SPOOLED, evaluates=True),
-        connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
-        limits=evaluation_rollout(recipe),
-        spool=Spool(run.store, run.name, run.owner, NOT_SPOOLED),
-        writer=Writer(run.store, run.name, run.owner, NOT_SPOOLED),
-    )
+    tracker = GroupTracker(rule, version, SettledGroups().add(left_out))
+    spool = Spool(run.store, run.name, run.owner, NOT_SPOOLED)
+    prompts = inputs.ref("eval_prompts")
+    return rollouts_of(context, client, prompts, tracker, evaluation_rollout(recipe), spool, evaluates=True)
 
 
 def taken(store: Store, parts: Sequence[Written]) -> pa.Table:

@@ -27,7 +27,7 @@ from areal_tasks.rollout.orders import Begin
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.rollout.rollouts import Rollouts, recover
 from areal_tasks.rollout.settled import settled_after
-from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool, Writer
+from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
@@ -193,17 +193,9 @@ class Generation:
         self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
         rejected = recover(self.tracker, spool)
-        client = self._servers.inference(waits=False)
-        rollouts = Rollouts(
-            tracker=self.tracker,
-            client=client,
-            order=order_of(context, client, inputs.ref("prompts"), self._made_with),
-            connect=lambda url, rollouts: Link(url, context.engines.supervisor.access, rollouts),
-            limits=recipe.rollout,
-            spool=spool,
-            writer=Writer(run.store, run.name, run.owner, self._made_with),
-            held=self._held,
-        )
+        client, prompts = self._servers.inference(waits=False), inputs.ref("prompts")
+        rollouts = rollouts_of(context, client, prompts, self.tracker, recipe.rollout, spool)
+        rollouts.held = self._held
         if context.iteration == self._first:  # else the metrics of a reused rollout may have counted them
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
         return rollouts
@@ -220,6 +212,20 @@ class Generation:
 
 async def in_loop(action: Callable[[], None]) -> None:
     action()
+
+
+def rollouts_of(
+    context: Context,
+    client: InferenceClient,
+    prompts: TableRef,
+    tracker: GroupTracker,
+    limits: RolloutSettings,
+    spool: Spool,
+    evaluates: bool = False,
+) -> Rollouts:
+    """The groups of `tracker`, to be generated on the servers of `client` as the recipe of this iteration says."""
+    order, access = order_of(context, client, prompts, spool.made_with, evaluates), context.engines.supervisor.access
+    return Rollouts(tracker, client, order, lambda url, rollouts: Link(url, access, rollouts), limits, spool)
 
 
 def order_of(

@@ -11,12 +11,16 @@ from areal_tasks.stages.stage import Context, Stage
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to be built, its label, and everything it needs."""
+    """A stage to be built, and everything it needs."""
 
-    label: str
     stage: Stage
     context: Context
     inputs: Mapping[str, Built]
+
+    @property
+    def label(self) -> str:
+        """The name of the stage's task run."""
+        return self.stage.label(self.context)
 
     def run(self, ids: PrefectIds) -> Built:
         with self.context.engines.watchdog.waiting(self.label):
@@ -42,16 +46,7 @@ class IterationResult:
     eta: int = 0  # rollout.max_head_offpolicyness in this iteration
 
     @property
-    def news(self) -> dict[str, Built]:
-        """Results that no earlier commit names: those of this iteration, and late ones (labelled) of an earlier one."""
+    def news(self) -> list[Built]:
+        """Results that no earlier commit names: those of this iteration, and late ones (by label) of an earlier one."""
         found = self.built.items()
-        return {label: one for label, one in found if " " in label or one.manifest.iteration == self.iteration}
-
-
-def label_of(stage: Stage, context: Context) -> str:
-    """The name of the stage's task run."""
-    if stage.once:
-        return stage.name
-    if stage.name == "evaluate":
-        return f"evaluate version {context.weights.version}"
-    return f"{stage.name} {context.iteration}"
+        return [one for name, one in found if " " in name or one.manifest.iteration == self.iteration]

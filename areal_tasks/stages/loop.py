@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
@@ -23,13 +21,12 @@ from areal_tasks.stages.checkpoint import Checkpoints, restored_weights
 from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
-from areal_tasks.stages.jobs import Execute, IterationResult, Job, label_of, run_directly
-from areal_tasks.stages.overlap import Overlap, Results
+from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly
+from areal_tasks.stages.overlap import Overlap, Results, in_thread
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import (
     EVALUATING,
@@ -175,7 +172,7 @@ class Loop:
         self.engines.load_early((self.restored or current).version)
 
     def _iteration(self, k: int, once: Mapping[str, Built]) -> dict[str, Built]:
-        started, built = now(), dict(once) | self._take_ahead(k)
+        started, built = now(), dict(once) | self._take_ahead()
         self._apply_changes(k + 1)
         if self.engines.resizes(self.recipe_at(k)):
             self._overlap.wait()  # a publication uses the trainer
@@ -189,7 +186,7 @@ class Loop:
             wanted = [s for s in level if s.name not in built and s.name not in overlapped]
             built |= (new := self._level(wanted, plan, context, built))
             if "rollout" in new:
-                self._consume(k, groups_of(self.run.store, new["rollout"].manifest))
+                self._consume(groups_of(self.run.store, new["rollout"].manifest))
         if self.evaluates_at_end(k):
             built |= self._last_evaluation(context, built)
         if "publish" in overlapped:
@@ -219,19 +216,19 @@ class Loop:
                 found |= self._level(ready, plan, context, found)
             return found, groups_of(context.store, found["rollout"].manifest)
 
-        self._ahead = in_background(partial(copy_context().run, work), "ahead")
+        self._ahead = in_thread(work, "ahead")
 
-    def _take_ahead(self, k: int) -> dict[str, Built]:
-        """The stages of iteration `k` that were begun while the previous one trained. Raises what they raised."""
+    def _take_ahead(self) -> dict[str, Built]:
+        """The next iteration's stages that were begun while the previous one trained. Raises what they raised."""
         work, self._ahead = self._ahead, None
         if work is None:
             return {}
         found, groups = work.result()
-        self._consume(k, groups)
+        self._consume(groups)
         return found
 
-    def _consume(self, k: int, groups: Sequence[int]) -> None:
-        """Record that iteration `k` has taken these groups; the previous one is committed without them."""
+    def _consume(self, groups: Sequence[int]) -> None:
+        """Record that the next iteration has taken these groups; the previous one is committed without them."""
         assert self.generation is not None
         self.generation.consume(groups)
 
@@ -302,7 +299,7 @@ class Loop:
             return {}
         k, plan = self.head.iteration, self.plan(self.head.iteration)
         context = self._context_after(self.run.commit(k - 1) if k else None, self.run.digest_before(k), k)
-        built = Built(self.run.read_stage(train), train, reused=True)
+        built = Built(f"train {k}", self.run.read_stage(train), train, reused=True)
         return self._labelled(self._job("publish", plan, context, {"train": built}))
 
     def _unpublished(self) -> StageRef | None:
@@ -316,7 +313,7 @@ class Loop:
 
     def _job(self, name: str, plan: Plan, context: Context, built: Mapping[str, Built]) -> Job:
         stage = next(stage for stage in plan.stages if stage.name == name)
-        return Job(label_of(stage, context), stage, context, {name: built[name] for name in plan.inputs(stage)})
+        return Job(stage, context, {name: built[name] for name in plan.inputs(stage)})
 
     def _level(
         self, stages: Sequence[Stage], plan: Plan, context: Context, built: Mapping[str, Built]

@@ -45,7 +45,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """The servers get the weights first if the trainer can send them; else they load them from the store."""
     train, servers, actor = inputs.manifests["train"], context.engines.servers, context.engines.actor
     started, trainer, ref = time.monotonic(), actor.keeping(train), unwritten(train)
-    row = _row(ref, servers.transport)
+    row = publish_row(context.store, ref, (), servers.transport)
     direct = servers.transport != "store"
     loads = servers.serve(ref, trainer) if direct else []
     if servers.store_only or is_written(context.recipe, ref.version):
@@ -78,28 +78,18 @@ def unwritten(train: StageManifest) -> WeightsRef:
     return WeightsRef(version=train.iteration + 1, attempt="", path="", sha256="", digest=train.digest)
 
 
-def _row(ref: WeightsRef, transport: str) -> dict[str, object]:
-    """A row of `PUBLISH` for weights that are not in the store."""
+def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transport: str = "store") -> dict[str, object]:
+    """A row of `PUBLISH`, without times; weights that are not in the store have no files."""
     return {
         "version": ref.version,
-        "weights_attempt": "",
+        "weights_attempt": ref.attempt,
         "transport": transport,
-        "materialised": False,
-        "uri": "",
-        "bytes": 0,
+        "materialised": ref.written,
+        "uri": store.uri(ref.path) if ref.written else "",
+        "bytes": sum(f.bytes for f in files),
         "sha256": ref.digest,
         "write_seconds": 0.0,
         "load_seconds": [],
-    }
-
-
-def publish_row(store: Store, ref: WeightsRef, files: Sequence[FileRef], transport: str = "store") -> dict[str, object]:
-    """A row of `PUBLISH` for written weights, without times."""
-    return _row(ref, transport) | {
-        "weights_attempt": ref.attempt,
-        "materialised": True,
-        "uri": store.uri(ref.path),
-        "bytes": sum(f.bytes for f in files),
     }
 
 

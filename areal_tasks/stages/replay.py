@@ -6,7 +6,7 @@ policy, rollouts are rebuilt as well from the first iteration that a change affe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import get_args
@@ -61,18 +61,16 @@ class Recorded:
 
     def rejudged(self) -> CommittedStage | None:
         """The recorded evaluation, if the replay verifies its completions again."""
-        if self.rebuilt != "evaluate":
-            return None
-        ref = next(ref for ref in stages_of(self.run, self.commit) if ref.stage == "evaluate")
-        return CommittedStage(self.run.read_stage(ref), ref)
+        return self._named("evaluate", lambda ref: True) if self.rebuilt == "evaluate" else None
 
     def find(self, stage: str, key: str) -> CommittedStage | None:
         """The recorded result to reuse for this stage and key."""
         if stage == self.rebuilt:
             return None
-        named = stages_of(self.run, self.commit)
-        fitting = (r for r in named if r.stage == stage and (r.key == key or stage in self.kept))
-        ref = next(fitting, None)
+        return self._named(stage, lambda ref: ref.key == key or stage in self.kept)
+
+    def _named(self, stage: str, fits: Callable[[StageRef], bool]) -> CommittedStage | None:
+        ref = next((r for r in stages_of(self.run, self.commit) if r.stage == stage and fits(r)), None)
         return None if ref is None else CommittedStage(self.run.read_stage(ref), ref)
 
 

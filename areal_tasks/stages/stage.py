@@ -96,6 +96,14 @@ class Stage:
         """The tables this stage reads, each once, in the order of `reads`."""
         return tables_of(self.reads)
 
+    def label(self, context: Context) -> str:
+        """The name of its task run: `rollout 3`, `evaluate version 3`, `prompts`."""
+        if self.once:
+            return self.name
+        if self.name == "evaluate":
+            return f"evaluate version {context.weights.version}"
+        return f"{self.name} {context.iteration}"
+
 
 def tables_of(reads: Sequence[str]) -> tuple[str, ...]:
     """The tables of `table.column` names, each once, in order."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified_verdicts
 from areal_tasks.rewards.protocol import Row
-from areal_tasks.rollout.judging import judged_with
+from areal_tasks.rollout.judging import judged_with, verdict_table
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.errors import UserError
@@ -52,7 +52,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     results = [known[sample] for sample in ids]
     counts = verdict_shares(results)
     check_failures(results, context.recipe.reward)  # type: ignore[union-attr]
-    table = verify_table(rollout["sample_id"], results)
+    table = verdict_table(VERIFY, {"sample_id": ids}, results)
     return Output({"verify": table}, {"reward": mean_reward(results), **counts})
 
 
@@ -75,14 +75,6 @@ def judge(pool: VerifierPool, samples: pa.Table, label: str) -> list[VerifyResul
     columns = [samples[name].to_pylist() for name in Row._fields]
     with reported(label, "verdicts", lambda: (min(pool.judged, len(samples)), len(samples))):
         return pool.verify(list(map(Row, *columns)))
-
-
-def verify_table(sample_ids: pa.ChunkedArray, results: Sequence[VerifyResult]) -> pa.Table:
-    """The rows of `VERIFY`."""
-    names = ("reward", "verdict", "parsed", "detail", "verifier", "seconds")
-    found = {name: [getattr(result, name) for result in results] for name in names}
-    columns = {"sample_id": sample_ids.to_pylist(), "verify_seconds": found.pop("seconds"), **found}
-    return pa.table({f.name: pa.array(columns[f.name], f.type) for f in VERIFY}, schema=VERIFY)
 
 
 def mean_reward(results: Sequence[VerifyResult]) -> float:

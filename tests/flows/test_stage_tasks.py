@@ -43,13 +43,14 @@ class NothingToDo(Job):
             provenance=made,
         )
         path = f"r/{self.label}.json"
-        return Built(manifest, StageRef(stage=self.stage.name, key="k", path=path, sha256="s", digest="d"), False)
+        ref = StageRef(stage=self.stage.name, key="k", path=path, sha256="s", digest="d")
+        return Built(self.label, manifest, ref, False)
 
 
 def job(stage: str, iteration: int) -> NothingToDo:
     never: Any = Output
-    context: Any = SimpleNamespace(recipe=SimpleNamespace(launcher=Launcher()))
-    return NothingToDo(f"{stage} {iteration}", Stage(stage, Kind.PURE, 1, never, ()), context, {})
+    context: Any = SimpleNamespace(recipe=SimpleNamespace(launcher=Launcher()), iteration=iteration)
+    return NothingToDo(Stage(stage, Kind.PURE, 1, never, ()), context, {})
 
 
 @flow

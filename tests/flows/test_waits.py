@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -97,18 +96,18 @@ def test_what_a_run_waits_for_is_shown_until_it_ends_or_its_process_does(
     assert "Nothing for longer than" in page(api, name)
 
 
-class Pages(list[Callable[[Any], None]]):
+class Pages(list[Callable[[], object]]):
     """What is offered as an artifact, and the pages that come of it."""
 
-    def offer(self, what: str, make: Callable[[Any], None]) -> None:
+    def offer(self, what: str, make: Callable[[], object]) -> None:
         self.append(make)
 
+    def create(self, kind: str, page: str, *_: str) -> None:
+        self.made = page
+
     def last(self) -> str:
-        made: list[str] = []
-        self[-1](
-            SimpleNamespace(create=lambda kind, page, *_: made.append(page), update=lambda _, page: made.append(page))
-        )
-        return made[-1]
+        self[-1]()
+        return self.made
 
 
 LOG = logging.getLogger("run")

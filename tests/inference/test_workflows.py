@@ -16,7 +16,7 @@ from waiting import LIMIT
 from areal_tasks.data.sampler import sampling_seed
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.worker.apart import IsolatedWorkflow
+from areal_tasks.rollout.worker.apart import IsolatedWorkflow, LeasedClient
 from areal_tasks.store.shards import content_digest
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
 from areal_tasks.workflows.single_turn import sample_of
@@ -191,9 +191,10 @@ def test_the_example_that_corrects_itself_asks_again_where_the_first_answer_is_w
         return VerifyResult(float(right), "correct" if right else "incorrect", "", "", "mine", 0.0)
 
     async def work() -> list[Sample]:
-        client = cast(InferenceClient, Answering())
+        client = LeasedClient(cast(InferenceClient, Answering()), 0)
         tokenizer = lambda *_, **__: {"input_ids": [8, 9]}  # noqa: E731
-        context = WorkflowContext(client, 7, 1, 9, 0.5, 32, tokenizer=tokenizer, verify=verify)
+        here = lambda sample: client.here(verify(sample))  # noqa: E731
+        context = WorkflowContext(cast(Any, client), 7, 1, 9, 0.5, 32, tokenizer=tokenizer, verify=here)
         isolated = IsolatedWorkflow(Corrected("?"), LIMIT)
         samples = await isolated.run(prompts()[1], context)
         isolated.close()

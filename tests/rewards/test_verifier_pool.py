@@ -13,15 +13,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import psutil
 import pytest
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.rewards.pool import Job, VerifierPool, VerifyResult
+from areal_tasks.rewards import processes
+from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.processes import Forkserver, Worker
-from areal_tasks.rewards.protocol import Row
+from areal_tasks.rewards.protocol import Result, Row
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
 
@@ -258,28 +259,58 @@ def test_losing_the_forkserver_in_a_call_costs_no_verdict(tmp_path: Path, monkey
 
 def test_a_worker_that_is_seen_to_have_ended_before_the_forkserver_is_costs_no_verdict() -> None:
     """Both were killed at once: the row that could not be handed over is not to blame."""
-    (control, their_control), (channel, their_channel) = socket.socketpair(), socket.socketpair()
+    ours, theirs = socket.socketpair()
 
     class Lost:
-        exited: ClassVar[list[tuple[int, int]]] = []
-        reply_seconds = LIMIT
-        looks = 0
+        loaded, reply_seconds = True, LIMIT
 
-        def exits(self) -> list[tuple[int, int]]:
-            self.looks += 1
-            if self.looks > 2:
-                raise ConnectionError("lost")
-            return []
+        def fork(self) -> socket.socket:
+            return ours
 
-    server = Lost()
-    server.control = control  # type: ignore[attr-defined]
-    job = Job([Row("p", "xx", "a")], settings())
-    with their_control, channel:
-        their_channel.close()
-        their_control.send(b"there is something to be read")
-        with pytest.raises(ConnectionError, match="lost"):
-            job.run(cast(Forkserver, server), [Worker(1, channel)])
-    assert not job.results
+        def lost(self) -> Exception:
+            return ConnectionError("lost")
+
+    theirs.sendall(b"1\n")
+    worker = Worker(cast(Forkserver, Lost()))
+    theirs.close()
+    with pytest.raises(ConnectionError, match="lost"):
+        list(worker.verify([Row("p", "xx", "a")], DEADLINE, LIMIT))
+    worker.close()
+
+
+def test_calls_share_the_workers_and_a_cancelled_one_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISBEHAVING_GATE", str(tmp_path))
+    with VerifierPool(settings(workers=1, timeout_seconds=30)) as pool:
+        first = pool.submit([Row("p", "gate", "a")])
+        wait_until((tmp_path / "reached").exists)
+        others = [pool.submit([Row("p", "x" * n, "a")] * n) for n in range(1, 6)]
+        cancelled = others.pop()
+        assert cancelled.cancel()
+        (tmp_path / "open").touch()
+        assert [[r.reward for r in other.result()] for other in others] == [[n] * n for n in range(1, 5)]
+        assert first.result()[0].reward == 1.0 and not cancelled.results
+
+
+def test_calls_in_progress_fail_when_the_pool_is_closed() -> None:
+    pool = VerifierPool(settings(workers=1))
+    forkserver_of(pool)
+    call = pool.submit([Row("p", "sleep", "a")] * 3)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        call.result()
+
+
+def test_an_error_of_the_pool_itself_ends_its_call_alone() -> None:
+    def broken(pid: int) -> float:
+        raise psutil.AccessDenied(pid)
+
+    with VerifierPool(settings(workers=1)) as pool:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(psutil.AccessDenied):
+            patch.setattr(processes, "_cpu_seconds", broken)
+            judge(pool, "nap", "xx")
+        assert judge(pool, "xxx")[0].reward == 3.0
 
 
 def test_losing_the_forkserver_between_calls_costs_nothing() -> None:
@@ -299,16 +330,20 @@ def test_a_verifier_that_kills_the_forkserver_costs_its_own_sample() -> None:
 
 def test_a_forkserver_that_is_lost_again_and_again_without_a_verifier_at_work_is_an_error() -> None:
     class Doomed(VerifierPool):
-        def _start(self) -> Forkserver:
-            server = super()._start()
-            server.control.shutdown(socket.SHUT_RDWR)
+        def _running(self) -> Forkserver:
+            server = super()._running()
+            server.loaded = True
+            server._control.shutdown(socket.SHUT_RDWR)
             return server
 
-    with pytest.raises(ConnectionError, match="the process that starts verifiers ended with status"):
-        judge(Doomed(settings(workers=1)), "xx")
+    pool = Doomed(settings(workers=1))
+    with pytest.raises(ConnectionError, match="the process that starts verifiers"):
+        judge(pool, "xx")
+    pool.close()
 
 
 PARENT = """
+from areal_tasks.rewards import processes
 from areal_tasks.rewards.pool import VerifierPool
 from schemas.recipe.sections import Reward
 pool = VerifierPool(Reward(verifier={verifier!r}, timeout_seconds=600, memory_mb=128))
@@ -358,16 +393,17 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake() -> None:
 
 def test_a_warm_pool_starts_nothing_and_sends_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why it judges 256 rows in 5 ms on two idle cores."""
-    send, sent = Worker.send, list[int]()
+    verify, sent = Worker.verify, list[int]()
 
-    def counted(worker: Worker, rows: Sequence[Row]) -> bool:
+    def counted(worker: Worker, rows: Sequence[Row], *limits: float) -> Iterator[Result]:
         sent.append(len(rows))
-        return send(worker, rows)
+        return verify(worker, rows, *limits)
 
-    monkeypatch.setattr(Worker, "send", counted)
     pool = VerifierPool(Reward(verifier="exact"))
     forkserver, rows = forkserver_of(pool), [Row("1+1=", "2", "2")] * 256
+    wait_until(lambda: pool.verify(rows) and len(forkserver.children()) == 3, "the watchdog and two workers")
     before = set(descendants(forkserver.pid))  # not of this process: what other tests have started starts others
+    monkeypatch.setattr(Worker, "verify", counted)
     for _ in range(6):
         assert all(r.reward == 1 for r in pool.verify(rows))
     assert set(descendants(forkserver.pid)) == before and forkserver.is_running()

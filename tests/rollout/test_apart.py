@@ -7,15 +7,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 from test_rollouts import sample
 from waiting import LIMIT
 
-from areal_tasks.engines.client import InferenceClient
-from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow
+from areal_tasks.engines.client import GenerateRequest, InferenceClient
+from areal_tasks.rollout.worker.apart import Blocked, IsolatedWorkflow, LeasedClient
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 
 
@@ -31,7 +31,7 @@ class Client:
         return list(requests)
 
     async def stream(self, request: Any) -> Any:
-        for piece in (1, 2, 3):
+        for piece in (request.floor, 2, 3):
             self.threads.add(threading.current_thread().name)
             yield piece
 
@@ -54,7 +54,7 @@ def run(workflow: Does, groups: int, blocked_seconds: float = LIMIT, client: Cli
 
     async def all_of_them() -> list[Any]:
         apart = IsolatedWorkflow(workflow, blocked_seconds)
-        shared = cast(InferenceClient, client or Client())
+        shared = cast(InferenceClient, LeasedClient(cast(InferenceClient, client or Client()), 7))
         context = WorkflowContext(shared, seed=0, group_size=1, max_new_tokens=2, temperature=1.0, max_length=8)
         prompts = [Prompt(group, group, 0, "p", "a", [1]) for group in range(groups)]
         try:
@@ -70,8 +70,9 @@ def test_requests_are_made_in_the_loop_of_the_client() -> None:
 
     async def what(group: int, shared: Any) -> None:
         mine.add(threading.current_thread().name)
-        assert await shared.generate([group]) == [group] and shared.version == 3
-        assert [piece async for piece in shared.stream(group)] == [1, 2, 3]
+        request = GenerateRequest([group], 1)
+        assert await shared.generate([request]) == [replace(request, floor=7)] and shared.version == 3
+        assert [piece async for piece in shared.stream(request)] == [7, 2, 3]
 
     assert [found[0].prompt.group_id for found in run(Does(what), 3, client=client)] == [0, 1, 2]
     assert client.threads == {"MainThread"} and mine == {"workflows"}

@@ -26,7 +26,7 @@ from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
-from areal_tasks.rollout.staleness import Finished, Staleness
+from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store import spool as records
 from areal_tasks.store.backend import Store, StoreError, open_store
@@ -92,7 +92,7 @@ def rollouts(
         return Near(url, flow, make).link
 
     tracker = GroupTracker(Staleness(lambda k: eta, last, lambda k: BATCH), 0)
-    return Here(tracker, client, cast(Any, None), near, settings, at(store), writer(store))
+    return Here(tracker, client, cast(Any, None), near, settings, at(store))
 
 
 def reasons(found: Rollouts) -> dict[int, str]:
@@ -201,10 +201,7 @@ def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store)
         assert reasons(found) == {1: "failed: ValueError: no luck", 2: "failed: ValueError: no luck"}
         found.consume([0, 3, 4, 5])
         assert found.tracker.settled == SettledGroups(6)
-        assert at(local_store, owner=2).recover(SettledGroups()) == (
-            [],
-            [],
-        )  # killed now, the flow would try them again
+        assert at(local_store, owner=2).recover(SettledGroups()) == ({}, [])  # killed now, it would try them again
         assert (await found.settled())[0] == SettledGroups(6)  # a commit is to count them
         again = at(local_store, owner=2)
         assert sorted(group.index for group in again.recover(SettledGroups())[1]) == [1, 2]
@@ -380,12 +377,14 @@ def test_no_more_groups_are_under_way_than_the_servers_can_be_at() -> None:
 def test_groups_of_weights_that_the_next_iteration_does_not_have_wait() -> None:
     """A start that goes back behind a publication has them in its spool."""
     tracker = GroupTracker(Staleness(lambda k: 2, 9, lambda k: BATCH), 3)
-    assert [group.index for group in tracker.restore([Finished(20, 3), Finished(21, 4)])] == [20]
+    tracker.restore({20: 3, 21: 4})
+    assert tracker.finished.of == {20: 3}
 
 
 def test_the_weaker_rule_keeps_what_is_late() -> None:
     tracker = GroupTracker(Staleness(lambda k: 1, 9, lambda k: BATCH, "admission"), 3)
-    assert [group.index for group in tracker.restore([Finished(20, 0), Finished(21, 4)])] == [20]
+    tracker.restore({20: 0, 21: 4})
+    assert tracker.finished.of == {20: 0}
 
 
 # ── the spool ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -410,10 +409,10 @@ def test_what_waits_for_too_long_outlives_the_flow(local_store: Store) -> None:
     taken = spooled(local_store, eta=2, flush_seconds=0.0)
     later = at(local_store, owner=2)
     waiting, rejected = later.recover(SettledGroups().add(taken))
-    assert sorted(group.index for group in waiting) == list(range(4, 12)) and not rejected
+    assert sorted(waiting) == list(range(4, 12)) and not rejected
     rows = spooled_rows(local_store, later.records(range(4, 12)), "rollout").sort_by("group_id")
     assert rows["input_ids"].to_pylist() == [[1, group, 3] for group in range(4, 12)]
-    assert {group.version for group in waiting} == {0}
+    assert set(waiting.values()) == {0}
 
 
 def test_what_is_taken_soon_is_not_spooled(local_store: Store) -> None:
@@ -425,18 +424,18 @@ def test_a_start_that_lives_on_can_record_nothing_once_the_next_has_looked(local
     first = writer(local_store)
     first.write({0: (0, [sample(0, 0)])})
     second = at(local_store, owner=2)
-    assert [group.index for group in second.recover(SettledGroups())[0]] == [0]
+    assert list(second.recover(SettledGroups())[0]) == [0]
     with pytest.raises(StartClosed, match="ended by owner 2"):
         first.write({1: (0, [sample(1, 0)])})
     writer(local_store, owner=2).write({1: (0, [sample(1, 0)])})
-    assert sorted(group.index for group in at(local_store, owner=3).recover(SettledGroups())[0]) == [0, 1]
+    assert sorted(at(local_store, owner=3).recover(SettledGroups())[0]) == [0, 1]
 
 
 def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog: pytest.LogCaptureFixture) -> None:
     writer(local_store).write({0: (0, [sample(0, 0)])}, [RejectedGroup(index=5, reason="failed: boom")])
-    assert at(local_store, owner=2, made_with="other").recover(SettledGroups()) == ([], [])
+    assert at(local_store, owner=2, made_with="other").recover(SettledGroups()) == ({}, [])
     assert "1 groups in the spool were made with other settings" in caplog.text
-    assert [g.index for g in at(local_store, owner=3).recover(SettledGroups())[0]] == [0]  # as they were made again
+    assert list(at(local_store, owner=3).recover(SettledGroups())[0]) == [0]  # as they were made again
 
 
 def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Store) -> None:
@@ -452,7 +451,7 @@ def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Sto
     assert spool.places() == [(0, 4), (1, 2)]  # the first may record more
     later = at(local_store, owner=2)
     later.first = spool.places()
-    assert sorted(group.index for group in later.recover(SettledGroups().add([0, 2, 1, 4]))[0]) == [3, 5]
+    assert sorted(later.recover(SettledGroups().add([0, 2, 1, 4]))[0]) == [3, 5]
     assert later.places() == [(1, 2)]
     later.forget([3])
     assert later.places() == [(1, 3)]
@@ -470,7 +469,7 @@ def test_a_start_that_nobody_has_spoken_of_is_read_from_its_beginning(local_stor
     spool.forget([0, 2])
     later = at(local_store, owner=2)
     later.first = spool.places()
-    assert [group.index for group in later.recover(SettledGroups().add([0, 2]))[0]] == [1]
+    assert list(later.recover(SettledGroups().add([0, 2]))[0]) == [1]
 
 
 def test_a_group_that_two_records_hold_is_taken_from_one(local_store: Store) -> None:
@@ -509,7 +508,7 @@ def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(
         await until(lambda: 2 in found.finished)
         await found.close()
         taking.cancel()
-        assert [group.index for group in at(local_store, owner=2).recover(SettledGroups())[0]] == [2]
+        assert list(at(local_store, owner=2).recover(SettledGroups())[0]) == [2]
 
     go(work())
 
@@ -534,7 +533,7 @@ def test_a_record_that_was_stored_and_not_answered_is_its_own(
         patch.setattr(LocalBackend, "read", unread)
         spool.write({1: (0, [sample(1, 0)])})
     spool.write({1: (0, [sample(1, 0)]), 2: (0, [sample(2, 0)])})
-    assert sorted(group.index for group in at(local_store, owner=2).recover(SettledGroups())[0]) == [0, 1, 2]
+    assert sorted(at(local_store, owner=2).recover(SettledGroups())[0]) == [0, 1, 2]
 
 
 def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) -> None:
@@ -542,7 +541,7 @@ def test_a_rejection_of_a_group_that_waits_does_not_count(local_store: Store) ->
         {1: (0, [sample(1, 0)])}, [RejectedGroup(index=1, reason="failed: by an earlier start that lived on")]
     )
     waiting, rejected = at(local_store, owner=2).recover(SettledGroups())
-    assert [group.index for group in waiting] == [1] and not rejected
+    assert list(waiting) == [1] and not rejected
 
 
 def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.settled import SettledGroups
-from areal_tasks.rollout.staleness import Finished, Staleness, Versions
+from areal_tasks.rollout.staleness import Staleness, Versions
 
 BATCHES = st.lists(st.integers(1, 5), min_size=1, max_size=12)
 
@@ -105,7 +105,7 @@ def test_the_weaker_rule_lets_an_iteration_leave_a_slow_group_behind() -> None:
     strict = Staleness(lambda k: 0, 9, lambda j: 4)
     weak = Staleness(lambda k: 0, 9, lambda j: 4, "admission")
     assert strict.take(0, finished, {0: 1}) is None  # the slow one may be trained on by iteration 0 alone
-    assert weak.take(0, finished, {0: 1}) == [Finished(i, 0) for i in (1, 2, 3, 4)]
+    assert weak.take(0, finished, {0: 1}) == [1, 2, 3, 4]
 
 
 VERSIONED = st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=20)
@@ -123,7 +123,7 @@ def test_an_iteration_takes_what_is_due_first_and_only_if_the_rest_can_follow(
     left = Counter(finished.of[group] for group in due_first[batches[k] :]) + running.counts
     taken = rule_.take(k, finished, running.counts)
     assert (taken is not None) == (len(due_first) >= batches[k] and rule_.holds(k + 1, left))
-    assert taken is None or [group.index for group in taken] == sorted(due_first[: batches[k]])
+    assert taken is None or taken == sorted(due_first[: batches[k]])
 
 
 @given(st.lists(st.integers(0, 40), unique=True), st.integers(0, 10))
@@ -149,8 +149,8 @@ def test_lengths_trained_on_are_the_lengths_generated(eta: int) -> None:
     while tracker.next < len(batches):
         ends |= {index: clock + lengths[index] for index in tracker.lease(version)}
         if (chosen := tracker.take()) is not None:
-            tracker.consume(group.index for group in chosen)
-            order += [group.index for group in chosen]
+            tracker.consume(chosen)
+            order += chosen
             version = tracker.next
             continue
         index = min(ends, key=ends.__getitem__)

@@ -91,7 +91,7 @@ class Servers:
         return [attempt for attempt in self.attempts if not attempt.end.done()]
 
 
-def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+async def verify(rows: Sequence[Row]) -> list[VerifyResult]:
     return [judgement(float(row.completion)) for row in rows]
 
 
@@ -161,12 +161,11 @@ class Run(RuleBasedStateMachine):
         spool = replace(at(self.store, owner), first=self.commit.places)
         recover(tracker, spool)
         everything, _ = at(self.store, owner).recover(tracker.settled)
-        assert {
-            g.index for g in everything if tracker.rule.deadline(g.version) >= tracker.next
-        } >= tracker.finished.of.keys()
-        assert {g.index for g in spool.recover(tracker.settled)[0]} == {g.index for g in everything}
+        usable = {group for group, version in everything.items() if tracker.rule.deadline(version) >= tracker.next}
+        assert usable >= tracker.finished.of.keys()
+        assert spool.recover(tracker.settled)[0].keys() == everything.keys()
         client = cast(InferenceClient, self.servers)
-        self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool, writer(self.store, owner))
+        self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool)
         self.taking: asyncio.Task[list[Written]] | None = None
         self.servers.version = self.trained = self.commit.next
         await self.found.use_workers(set(self.starts.items()))

@@ -213,7 +213,7 @@ def test_a_fork_begins_with_its_parents_settled_groups_and_an_empty_spool(run: R
     generation = Generation(child, head, 9, lambda k: recipe(), cast(Servers, None))
     assert generation.tracker.settled == settled_after(head) and generation.tracker.settled.prefix == 5
     assert generation.state() == {"next_group": 5}
-    assert Spool(child.store, child.name, child.owner, "made").recover(generation.tracker.settled) == ([], [])
+    assert Spool(child.store, child.name, child.owner, "made").recover(generation.tracker.settled) == ({}, [])
     assert run_sql(run.store, "child", "SELECT count(*) AS n FROM spool").to_pylist() == [{"n": 0}]
     commit(child, 2, (5, 6), 7)
     assert defects(run.store, "child") == {}

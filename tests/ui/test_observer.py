@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +230,11 @@ def test_a_server_that_comes_back_gets_the_later_ones(monkeypatch: pytest.Monkey
     monkeypatch.setattr(artifacts, "_new_client", lambda: client)
     found = Artifacts(LOG)
 
-    def mend(_artifacts: Artifacts) -> None:
+    def mend() -> None:
         client.broken = False
 
-    for make in (_one, mend, _one):
+    one = partial(_one, found)
+    for make in (one, mend, one):
         found.offer("it", make)
     found.close()
     assert found.lost == 1 and len(client.made) == 1
@@ -242,9 +244,9 @@ def test_a_slow_server_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(artifacts, "_new_client", Client)
     release = threading.Event()
     found = Artifacts(LOG)
-    found.offer("the slow one", lambda _: release.wait(LIMIT))
+    found.offer("the slow one", lambda: release.wait(LIMIT))
     for k in range(artifacts.WAITING + 3):
-        found.offer(f"iteration {k}", _one)
+        found.offer(f"iteration {k}", partial(_one, found))
     assert found.lost >= 2
     found.close(0.1)
     release.set()

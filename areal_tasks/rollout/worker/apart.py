@@ -11,10 +11,9 @@ import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -75,7 +74,7 @@ class WorkflowThread:
 
 
 class IsolatedWorkflow:
-    """Runs `workflow` in a thread of its own; call `run` in the client's event loop."""
+    """Runs `workflow` in a thread of its own; call `run` in the event loop of `LeasedClient`."""
 
     def __init__(self, workflow: Workflow, blocked_seconds: float) -> None:
         self._workflow = workflow
@@ -87,11 +86,8 @@ class IsolatedWorkflow:
         """The group's samples. Raises Blocked, and what the workflow raises."""
         while True:
             thread = self._current_thread()
-            group, loop = prompt.group_id, asyncio.get_running_loop()
-            client = _ClientProxy(context.client, loop)
-            verify = partial(_verified, client, context.verify)
-            proxied = replace(context, client=client, verify=verify)  # type: ignore[arg-type]
-            ended = asyncio.wrap_future(thread.thread.submit(self._run(prompt, proxied, thread)))
+            group = prompt.group_id
+            ended = asyncio.wrap_future(thread.thread.submit(self._run(prompt, context, thread)))
             thread.groups.add(group)
             try:
                 either: list[asyncio.Future[Any]] = [ended, thread.abandoned]
@@ -150,38 +146,39 @@ async def _no_op() -> None:
     """Done as soon as the event loop is free."""
 
 
-class _ClientProxy:
-    """The client, for workflows in another event loop than its own: requests run in the client's loop."""
+class LeasedClient:
+    """The client, for a leased group whose workflow may run in another event loop than the current one.
 
-    def __init__(self, client: InferenceClient, loop: asyncio.AbstractEventLoop) -> None:
+    Requests run in the current loop. None goes to a server with weights older than `floor`.
+    """
+
+    def __init__(self, client: InferenceClient, floor: int) -> None:
         self._client = client
-        self._loop = loop
+        self._floor = floor
+        self._loop = asyncio.get_running_loop()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """As `InferenceClient.generate`."""
-        return await self.in_client_loop(self._client.generate(requests))
+        return await self.here(self._client.generate([replace(request, floor=self._floor) for request in requests]))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `InferenceClient.stream`."""
-        pieces = self._client.stream(request)
+        pieces = self._client.stream(replace(request, floor=self._floor))
         try:
-            while (piece := await self.in_client_loop(anext(pieces, None))) is not None:
+            while (piece := await self.here(anext(pieces, None))) is not None:
                 yield piece
         finally:
-            await self.in_client_loop(pieces.aclose())
+            await self.here(pieces.aclose())
 
-    async def in_client_loop(self, work: Awaitable[T]) -> T:
-        """The result of work that belongs to the client's loop."""
+    async def here(self, work: Awaitable[T]) -> T:
+        """The result of work that belongs to the loop of the client, for any loop."""
 
         async def awaited() -> T:
             return await work
 
+        if asyncio.get_running_loop() is self._loop:
+            return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(), self._loop))
-
-
-async def _verified(client: _ClientProxy, verify: Callable[[Sample], Awaitable[T]], sample: Sample) -> T:
-    """`WorkflowContext.verify` in the client's loop, where groups wait for the verifiers together."""
-    return await client.in_client_loop(verify(sample))

@@ -8,36 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient, Piece
+from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import BadRequest, ServerDown
+from areal_tasks.rewards.pool import VerifyResult
+from areal_tasks.rewards.protocol import Row
+from areal_tasks.rollout import orders
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.judging import Judge, VerifiersFailed, verdicts_of
-from areal_tasks.rollout.orders import (
-    Broken,
-    Cause,
-    Event,
-    Failed,
-    Finished,
-    Generated,
-    Lease,
-    LeaseOver,
-    Orders,
-    Part,
-    Rejected,
-    Spooled,
-    Written,
-)  # fmt: skip
 from areal_tasks.rollout.spooling import Writer, narrowed, spooled_rows, tables_of
-from areal_tasks.rollout.worker.apart import in_time
+from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import StartClosed
@@ -49,30 +37,11 @@ from schemas.recipe.sections import Rollout
 log = logging.getLogger(__name__)
 
 #: The cause of each kind of error of a group; any other error is the workflow's.
-CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
+CAUSES: Final[tuple[tuple[type[BaseException], orders.Cause], ...]] = (
     (BadRequest, "workflow"), (ServerDown, "servers"), (VerifiersFailed, "verifiers"), (UserError, "mistake"),
 )  # fmt: skip
 #: The order of the rows of every table.
 ORDER: Final = [("group_id", "ascending"), ("sample_index", "ascending")]
-
-
-class AtLeast:
-    """The client, for a leased group: no request goes to a server with weights older than `floor`."""
-
-    def __init__(self, client: InferenceClient, floor: int) -> None:
-        self._client = client
-        self._floor = floor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """As `InferenceClient.generate`."""
-        return await self._client.generate([replace(request, floor=self._floor) for request in requests])
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
-        """As `InferenceClient.stream`."""
-        return self._client.stream(replace(request, floor=self._floor))
 
 
 @dataclass(frozen=True)
@@ -93,7 +62,7 @@ class Groups:
     prompt_of: Callable[[int], Prompt]
     limits: Rollout
     writer: Writer
-    report: Callable[[Event], None]
+    report: Callable[[orders.Event], None]
     judge: Judge | None = None  # if groups are verified as they finish
     spools: bool = True  # else finished groups stay in memory
     finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
@@ -103,14 +72,14 @@ class Groups:
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _background: Background = field(default_factory=Background)
 
-    def apply(self, orders: Orders) -> None:
+    def apply(self, given: orders.Orders) -> None:
         """Begin the groups of new leases, and drop those whose leases are over."""
-        for number in orders.forget:
+        for number in given.forget:
             self.finished.pop(number, None)
             self._spooled.pop(number, None)
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
-        for lease in orders.begin:
+        for lease in given.begin:
             self._running[lease.number] = asyncio.ensure_future(self._generate(lease))
 
     def leave(self) -> None:
@@ -140,9 +109,9 @@ class Groups:
                 numbers = tuple(n for n, held in waiting.items() if held.index in there and n in self.finished)
                 for number in numbers:
                     self._spooled[number] = (self.finished.pop(number).index, record)
-                self.report(Spooled(numbers=numbers, record=record))
+                self.report(orders.Spooled(numbers=numbers, record=record))
 
-    async def write(self, part: Part) -> Written:
+    async def write(self, part: orders.Part) -> orders.Written:
         """Write groups that an iteration takes, in order.
 
         Raises:
@@ -159,17 +128,17 @@ class Groups:
                 others = records[place].finished if place in records else ()
                 records[place] = narrowed(record, {group, *(other.index for other in others)})
             else:
-                raise LeaseOver(f"lease {number} is over")
+                raise orders.LeaseOver(f"lease {number} is over")
         return await asyncio.to_thread(self._write, part, samples, list(records.values()))
 
-    def _write(self, part: Part, samples: Sequence[Sample], records: Sequence[SpoolRecord]) -> Written:
+    def _write(self, part: orders.Part, samples: Sequence[Sample], records: Sequence[SpoolRecord]) -> orders.Written:
         store, tables = self.writer.store, tables_of(samples)
         if records:
             for name in ["rollout", *(["judged"] if self.judge is not None else [])]:
                 spooled = spooled_rows(store, records, name)
                 tables[name] = pa.concat_tables([tables.get(name, spooled.slice(0, 0)), spooled]).sort_by(ORDER)
         rows = tables["rollout"]
-        return Written(
+        return orders.Written(
             tables={
                 name: write_table(store, part.prefix, name, table, file=f"{name}{part.label}")
                 for name, table in tables.items()
@@ -179,7 +148,7 @@ class Groups:
             truncated=pc.sum(rows["truncated"]).as_py(),
         )
 
-    async def _generate(self, lease: Lease) -> None:
+    async def _generate(self, lease: orders.Lease) -> None:
         """Run one attempt at a group, and report how it ends."""
         samples: list[Sample] = []
         reason, failure = "", None
@@ -200,46 +169,50 @@ class Groups:
             return
         verdicts = tuple(verdicts_of(samples))
         if reason:
-            self.report(Rejected(number=lease.number, index=lease.index, reason=reason, verdicts=verdicts))
+            self.report(orders.Rejected(number=lease.number, index=lease.index, reason=reason, verdicts=verdicts))
             return
         held = Held(lease.index, oldest_version(samples, lease.floor), samples)
         self.finished[lease.number] = held
-        self.report(Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
+        self.report(orders.Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
         full = self.leaving or len(self.finished) > self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
-    async def _attempt(self, lease: Lease) -> tuple[list[Sample], str]:
+    async def _attempt(self, lease: orders.Lease) -> tuple[list[Sample], str]:
         """The group's samples, and why a filter rejects them, if one does."""
-        client = cast(InferenceClient, AtLeast(self.context.client, lease.floor))
-        context = replace(self.context, client=client)
-        if self.judge is None:
+        client = LeasedClient(self.context.client, lease.floor)
+        context = replace(self.context, client=cast(InferenceClient, client))
+        if (judge := self.judge) is None:
             return await self._samples(lease, context), ""
-        verdicts = self.judge.verdicts()
-        samples = await self._samples(lease, replace(context, verify=verdicts))
-        self.report(Generated(number=lease.number, index=lease.index))
-        return samples, await self.judge(samples, verdicts.known)
+        known = dict[Row, VerifyResult]()
 
-    async def _samples(self, lease: Lease, context: WorkflowContext) -> list[Sample]:
+        async def verify(sample: Sample) -> VerifyResult:
+            return await client.here(judge.verdict(known, sample))
+
+        samples = await self._samples(lease, replace(context, verify=verify))
+        self.report(orders.Generated(number=lease.number, index=lease.index))
+        return samples, await judge(samples, known)
+
+    async def _samples(self, lease: orders.Lease, context: WorkflowContext) -> list[Sample]:
         work = self.workflow.run(self.prompt_of(lease.index), context)
         section = "rollout" if self.spools else "evaluation"
         return checked(await in_time(work, self.limits.group_seconds, f"{section}.group_seconds"), lease)
 
-    def _fail(self, lease: Lease, error: BaseException) -> None:
+    def _fail(self, lease: orders.Lease, error: BaseException) -> None:
         log.warning("group %d has failed", lease.index, exc_info=error)
         cause = next((cause for kind, cause in CAUSES if isinstance(error, kind)), "workflow")
         reason = f"{type(error).__name__}: {error}" if cause == "workflow" else str(error)
-        self.report(Failed(number=lease.number, index=lease.index, reason=reason, cause=cause))
+        self.report(orders.Failed(number=lease.number, index=lease.index, reason=reason, cause=cause))
 
     def _flush_after(self, seconds: float, number: int) -> None:
         """Flush after `seconds` if the group of lease `number` is still in memory."""
 
         def failed(error: Exception) -> None:
-            self.report(Broken(reason=f"finished groups cannot be written to the store: {error}"))
+            self.report(orders.Broken(reason=f"finished groups cannot be written to the store: {error}"))
 
         self._background.store(seconds, lambda: number in self.finished, self.flush, failed)
 
 
-def checked(samples: object, lease: Lease) -> list[Sample]:
+def checked(samples: object, lease: orders.Lease) -> list[Sample]:
     """The samples that a workflow returned. TypeError unless they are valid samples of the leased group."""
     wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
     if not wanted:

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rewards.pool import VerifierPool
+from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import load_function
 from areal_tasks.rollout.judging import Judge, judged_with
 from areal_tasks.rollout.orders import (
@@ -193,7 +194,11 @@ class Worker:
         """Verifies samples for the recipe's filters and its workflow."""
         pool, filters = VerifierPool(recipe.reward), sampling.filters
         self._resources.push_async_callback(asyncio.to_thread, pool.close)
-        return Judge(pool.verify, judged_with(recipe), filters, load_function(filters), sampling.group_seconds)
+
+        def verify(rows: Sequence[Row]) -> asyncio.Future[list[VerifyResult]]:
+            return asyncio.wrap_future(pool.submit(rows))
+
+        return Judge(verify, judged_with(recipe), filters, load_function(filters), sampling.group_seconds)
 
     def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
         if tokenizer is None and order.tokenizer:  # avoids the import of transformers
