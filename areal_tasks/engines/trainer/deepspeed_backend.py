@@ -37,13 +37,13 @@ from deepspeed.utils import (
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, TokenStats, Which, all_there
+from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state
 from areal_tasks.engines.trainer.policy import Policy, Rounded, empty_policy, fill_policy, prepare, read_policy
-from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
+from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
@@ -131,9 +131,6 @@ class DeepSpeedBackend(LocalBackend):
         self.optimizer.open = False
         self.gradients = False
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
-
-    def gather(self, stats: TokenStats) -> TokenStats:
-        return gather_stats(stats)
 
     def names(self) -> Names:
         return self._policy().names

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer.backend import Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.backend import Scores, TokenLoss, Which
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import local_share, make_optimizer, split_over
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
-from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
+from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
@@ -67,9 +67,6 @@ class Fsdp2Backend(LocalBackend):
         for module in _parts(self.models[which]) if last else ():
             module.reshard()  # whole weights would be stale after the next change of their shards
         return scores
-
-    def gather(self, stats: TokenStats) -> TokenStats:
-        return gather_stats(stats)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, shard in self.master.model.named_parameters():
