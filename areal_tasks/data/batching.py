@@ -7,7 +7,6 @@ position, never by token id: a pad id may equal the end-of-sequence id.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -203,12 +202,14 @@ def _smallest_cap(runs_of: Callable[[int], int], budget: int, fewest: int, wante
 
 def _cut(ordered: list[int], ends: list[int], kind: LayoutKind, cap: int) -> list[int]:
     """The first samples of runs that cost at most `cap` each (or hold one sample). `ends`: 0 and the running sum."""
-    firsts, first = [], 0
+    firsts, first, size = [], 0, 1
     while first < len(ordered):
         firsts.append(first)
-        if kind == "packed":
-            end = bisect_right(ends, ends[first] + cap, first + 1) - 1
-        else:
-            end = first + cap // max(ordered[first], 1)
-        first = max(end, first + 1)
+        if kind == "padded":
+            size = max(cap // max(ordered[first], 1), 1)
+        else:  # at least as many samples as in the run before, none of which is shorter
+            limit = ends[first] + cap
+            while first + size < len(ordered) and ends[first + size + 1] <= limit:
+                size += 1
+        first += size
     return firsts

@@ -126,15 +126,10 @@ def write_files(folder: Path, prefix: str, pieces: Sequence[Piece], put: Put, th
 
 
 def _distributed(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in shares of about FILE_BYTES: the largest first, each into the smallest share."""
-    held = sum(_size(item) for item, _ in pieces)
-    sizes = [0] * min(max(held // FILE_BYTES, 1), MOST_FILES)
-    shares: list[list[Piece]] = [[] for _ in sizes]
-    for piece in sorted(pieces, key=lambda piece: _size(piece[0]), reverse=True):
-        smallest = sizes.index(min(sizes))
-        shares[smallest].append(piece)
-        sizes[smallest] += _size(piece[0])
-    return shares
+    """The pieces in shares of about FILE_BYTES, which take turns by size."""
+    largest_first = sorted(pieces, key=lambda piece: _size(piece[0]), reverse=True)
+    shares = min(max(sum(_size(item) for item, _ in pieces) // FILE_BYTES, 1), MOST_FILES)
+    return [largest_first[share::shares] for share in range(shares)]
 
 
 def _write_file(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Hashed]:

@@ -124,7 +124,9 @@ class DeepSpeedBackend(LocalBackend):
         """As `LocalBackend.step`; DeepSpeed clips, except at stage 0."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = self._clip() if self.settings.zero_stage == 0 else None
+        norm = None
+        if self.settings.zero_stage == 0:  # its gradients are plain, and DeepSpeed would not report their norm
+            norm = clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
         self.optimizer.open = wanted and (norm is None or norm < math.inf)
         self.engine.step()
         self._round()
@@ -248,10 +250,6 @@ class DeepSpeedBackend(LocalBackend):
     def _counts(self) -> list[Tensor]:
         """AdamW's step count of each shard; all are equal."""
         return [self.optimizer.state[shard]["step"] for shard in self._shards()]
-
-    def _clip(self) -> float:
-        """Clip at stage 0, whose gradients are plain, and which DeepSpeed would clip without reporting their norm."""
-        return clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
 
     def _gathered(self, parameter: Tensor, modified: bool = False) -> Any:
         """A context in which a parameter is whole; with `modified` all ranks take rank 0's value of it afterwards."""

@@ -76,12 +76,8 @@ class Minibatch:
     mine: list[Rows]
 
 
-@dataclass(frozen=True)
-class Pass:
-    """The input of a forward and backward pass: its layout and token weights, page-locked if a GPU computes it."""
-
-    layout: Layout
-    weights: Float[Tensor, " T"]
+#: The input of a forward and backward pass: its layout and token weights, page-locked if a GPU computes it.
+Pass = tuple[Layout, Float[Tensor, " T"]]
 
 
 @dataclass(frozen=True)
@@ -188,12 +184,13 @@ class Learner:
         for minibatch in minibatches:
             for rows in minibatch.mine:
                 layout = staged(make_layout(self.batch.sequences, rows, kind), device)
-                yield Pass(layout, pinned(minibatch.weights[layout.samples], device))
+                yield layout, pinned(minibatch.weights[layout.samples], device)
 
     def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:
         """Make the optimizer step, unless no token counts; returns its row of `train_steps`."""
         rows = minibatch.rows
-        found = self._statistics(minibatch, computed)
+        overall = over_ranks(self.backend.of_ranks(computed.totals.cpu().flatten()))  # waits for the device
+        found = step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
         if minibatch.number == 0:
             self._check_first(found)
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
@@ -207,11 +204,6 @@ class Learner:
             "samples": len(rows),
             "micro_batches": minibatch.passes,
         }
-
-    def _statistics(self, minibatch: Minibatch, computed: Computed) -> dict[str, Any]:
-        """The statistics of all ranks' passes; waits for the device."""
-        overall = over_ranks(self.backend.of_ranks(computed.totals.cpu().flatten()))
-        return step_statistics(overall, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
 
     def _of_ranks(self, mine: Sequence[float]) -> list[list[float]]:
         """For each of these numbers, a list with those of all ranks."""
@@ -272,11 +264,11 @@ class Learner:
         device = self.backend.device
         values, weights = [torch.zeros(self.rows, 0, device=device)], [torch.zeros(0, device=device)]
         samples = [torch.zeros(0, dtype=torch.int64)]
-        for number, (rows, taken) in enumerate(zip(minibatch.mine, passes, strict=False), 1):
-            loss, last = self._token_loss(taken.layout), number == len(minibatch.mine)
-            weights.append(move(taken.weights, device))
-            values.append(self.backend.learn(taken.layout, weights[-1], loss, self.settings.temperature, last))
-            samples.append(taken.layout.samples)
+        for number, (rows, (layout, of_tokens)) in enumerate(zip(minibatch.mine, passes, strict=False), 1):
+            loss, last = self._token_loss(layout), number == len(minibatch.mine)
+            weights.append(move(of_tokens, device))
+            values.append(self.backend.learn(layout, weights[-1], loss, self.settings.temperature, last))
+            samples.append(layout.samples)
             self.work.add(len(rows) * self.backend.world)
         found = torch.cat(values, 1)
         return Computed(totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples)))

@@ -147,7 +147,7 @@ def _on_first(
         dist.send(mine, 0)
         return None
     whole, starts = mine.new_zeros(int(lengths.sum())), lengths.cumsum(0) - lengths
-    samples = owners.argsort(stable=True).split(torch.bincount(owners, minlength=backend.world).tolist())
+    samples = torch.split(owners.argsort(stable=True), torch.bincount(owners, minlength=backend.world).tolist())
     for rank, rows in enumerate(samples):
         at = spans(starts[rows], lengths[rows])
         values = mine if rank == 0 else mine.new_empty(len(at))

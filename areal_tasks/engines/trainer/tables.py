@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,6 +26,9 @@ from areal_tasks.store.objects.files import have_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_file, schema_of
 from schemas.manifest import ShardRef, TableRef
+
+#: The rank that gets a row which is not asked for.
+_NONE: Final = -1
 
 
 class FetchedTables:
@@ -127,12 +131,13 @@ class SharedTables:
         part = read_file(self.names[place], self.files[number], columns[self.names[place]])
         if ids is None:
             return [part]
-        rows = pc.index_in(part["sample_id"], value_set=ids).combine_chunks()
-        if rows.null_count:
-            part, rows = part.filter(rows.is_valid()), rows.drop_null()
-        if ranks is None or self.group.world == 1:
-            return [part]
-        return _divided(part, ranks[torch.tensor(rows.to_numpy())], self.group.world)
+        found = pc.index_in(ids, value_set=part["sample_id"].combine_chunks())  # a file has fewer samples than `ids`
+        owners = torch.full((part.num_rows,), _NONE)
+        of_ids = torch.zeros(len(ids), dtype=torch.int64) if ranks is None else ranks
+        owners[torch.tensor(found.drop_null().to_numpy())] = of_ids[torch.tensor(found.is_valid().to_numpy(False))]
+        if (owners == _NONE).any():
+            part, owners = part.filter(pa.array((owners != _NONE).numpy())), owners[owners != _NONE]
+        return [part] if ranks is None or self.group.world == 1 else _divided(part, owners, self.group.world)
 
 
 def _divided(part: pa.Table, owners: Int[Tensor, " n"], world: int) -> list[pa.Table]:

@@ -83,7 +83,9 @@ class CheckpointWriter:
     def _finished(self, prefix: str, written: Future[list[Hashed]]) -> tuple[FileRef, ...] | None:
         try:
             with usable(self.store, prefix):
-                found = self._saving.finish(lambda: _result(written), partial(self._put, prefix))
+                found = self._saving.finish(
+                    lambda: written.result() if written.done() else None, partial(self._put, prefix)
+                )
         except Exception:
             self.prefix = ""
             raise
@@ -130,10 +132,6 @@ class CheckpointWriter:
         self.store.put_file(f"{prefix}/{name}", file)
         if self._temporary is not None:
             file.unlink()
-
-
-def _result(written: Future[list[Hashed]]) -> list[Hashed] | None:
-    return written.result() if written.done() else None
 
 
 def _waits(why: str) -> str:
