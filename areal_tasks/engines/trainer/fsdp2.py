@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +38,12 @@ class Fsdp2Backend(LocalBackend):
     def __init__(self, settings: Trainer, model: Model) -> None:
         super().__init__(settings, model)
         self.rank, self.world, self.device = ranks_here()
-        self.mesh = make_mesh(self.device.type, self.world, settings.replicas)
+        replicas, kind = settings.replicas, self.device.type
+        if replicas == 1:
+            self.mesh = init_device_mesh(kind, (self.world,))
+        else:  # a row of ranks for each replica
+            shape = replicas, self.world // replicas
+            self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         self.roomy = False
         self.parts: list[FSDPModule] = []  # the policy's modules that are each gathered and reduced at once
 
@@ -119,13 +124,6 @@ class Fsdp2Backend(LocalBackend):
             return self.device.type == "cpu"
         held = sum(p.numel() * bytes_each for p in policy.parameters())
         return held < share * torch.cuda.get_device_properties(self.device).total_memory
-
-
-def make_mesh(device: str, world: int, replicas: int) -> DeviceMesh:
-    """The device mesh: one dimension of `world` ranks; with several `replicas`, a row of ranks for each."""
-    if replicas == 1:
-        return init_device_mesh(device, (world,))
-    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -98,31 +98,31 @@ def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"] 
     return make_table("scored", columns)
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The weights by which tokens are scored, the temperature, and the layout of a pass."""
-
-    which: Which
-    temperature: float
-    layout: LayoutKind
-
-
-def score(backend: LocalBackend, mine: Sequences, plan: Plan, how: Scoring, work: Work) -> Float[Tensor, " N"] | None:
+def score(
+    backend: LocalBackend,
+    which: Which,
+    temperature: float,
+    mine: Sequences,
+    plan: Plan,
+    layout: LayoutKind,
+    work: Work,
+) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
 
     Args:
+        which: the weights.
         mine: the tokens of this rank's samples.
         plan: of all ranks; its only minibatch is what is scored.
+        layout: of a pass.
         work: counts the samples that are done.
     """
     passes = passes_of_rank(plan, 0, backend.rank, backend.world)
     scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
-    layouts = (staged(make_layout(mine, rows, how.layout), backend.device) for rows in passes)
+    layouts = (staged(make_layout(mine, rows, layout), backend.device) for rows in passes)
     with ahead(layouts, backend.device) as coming:
-        for number, (rows, layout) in enumerate(zip(passes, coming, strict=False), 1):
-            found = backend.score(layout, how.temperature, how.which, number == len(passes))
-            scores.append(found.logprobs)
-            places.append(layout.where)
+        for number, (rows, made) in enumerate(zip(passes, coming, strict=False), 1):
+            scores.append(backend.score(made, temperature, which, number == len(passes)).logprobs)
+            places.append(made.where)
             work.add(len(rows) * backend.world)
     flat = torch.zeros(len(mine.input_ids))
     flat[torch.cat(places)] = torch.cat(scores).cpu()
@@ -133,7 +133,7 @@ def score_part(backend: LocalBackend, part: Part, trainer: Trainer, work: Work) 
     """On the first rank: logprobs of the tokens of a part under the policy. Elsewhere none."""
     plan = scoring_plan(part.lengths, trainer, backend.world)
     mine = part.sequences(torch.nonzero(rank_of_samples(plan, backend.world) == backend.rank)[:, 0])
-    return score(backend, mine, plan, Scoring("policy", TEMPERATURE, trainer.layout), work)
+    return score(backend, "policy", TEMPERATURE, mine, plan, trainer.layout, work)
 
 
 def _on_first(

@@ -52,7 +52,7 @@ from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.ranks import end_group, gather_texts
 from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import logprobs_table
-from areal_tasks.engines.trainer.scoring import Part, Scoring, read_part, score, score_part, scored_table
+from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, largest_difference, read_description
 from areal_tasks.engines.trainer.tables import FetchedTables
@@ -174,8 +174,8 @@ class Trainer:
         plan, batch = plan_and_texts(tables, self.settings)
         with one_core(self.backend.device, self.settings.trainer):
             self.work = Work(len(batch.lengths))
-            how = Scoring(command.which, self.settings.temperature, self.settings.trainer.layout)
-            whole = score(self.backend, batch.sequences, plan, how, self.work)
+            layout, temperature = self.settings.trainer.layout, self.settings.temperature
+            whole = score(self.backend, command.which, temperature, batch.sequences, plan, layout, self.work)
             self._make_room()
         if whole is None:
             return Tables(tables={})
