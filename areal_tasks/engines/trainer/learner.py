@@ -81,14 +81,6 @@ Pass = tuple[Layout, Float[Tensor, " T"]]
 
 
 @dataclass(frozen=True)
-class Computed:
-    """Results of a minibatch's passes, which may still be queued on the device."""
-
-    totals: Float[Tensor, "3 K"]
-    stats: TokenStats  # in host memory, valid once the device is synchronised
-
-
-@dataclass(frozen=True)
 class Learned:
     """The results of an iteration: its two tables, their summary, and the progress."""
 
@@ -157,12 +149,12 @@ class Learner:
         for minibatch in minibatches:
             started = time.perf_counter()
             watch_peak(self.backend.device)
-            computed = self._accumulate(minibatch, passes)
+            of_all, of_each = self._accumulate(minibatch, passes)
             self._collect(done, samples)
-            row = self._step(minibatch, computed, progress.step)
+            row = self._step(minibatch, of_all, progress.step)
             row["step_seconds"] = time.perf_counter() - started
             peaks.append(peak_bytes(self.backend.device))
-            done.append((computed.stats, self._measures(minibatch.number)))
+            done.append((of_each, self._measures(minibatch.number)))
             progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
             steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
@@ -186,10 +178,10 @@ class Learner:
                 layout = staged(make_layout(self.batch.sequences, rows, kind), device)
                 yield layout, pinned(minibatch.weights[layout.samples], device)
 
-    def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:
+    def _step(self, minibatch: Minibatch, of_all: Float[Tensor, "3 K"], step: int) -> dict[str, Any]:
         """Make the optimizer step, unless no token counts; returns its row of `train_steps`."""
         rows = minibatch.rows
-        overall = over_ranks(self.backend.of_ranks(computed.totals.cpu().flatten()))  # waits for the device
+        overall = over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
         found = step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
         if minibatch.number == 0:
             self._check_first(found)
@@ -256,10 +248,11 @@ class Learner:
         weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
         return weights
 
-    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> Computed:
+    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> tuple[Float[Tensor, "3 K"], TokenStats]:
         """Run this rank's forward and backward passes; the backend accumulates the gradients.
 
-        Does not wait for the device.
+        Returns the totals of their tokens, and the statistics of each in host memory, which are valid once the device
+        is synchronised: this does not wait for it.
         """
         device = self.backend.device
         values, weights = [torch.zeros(self.rows, 0, device=device)], [torch.zeros(0, device=device)]
@@ -271,7 +264,7 @@ class Learner:
             samples.append(layout.samples)
             self.work.add(len(rows) * self.backend.world)
         found = torch.cat(values, 1)
-        return Computed(totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples)))
+        return totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)
