@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.writing import CheckpointWriter
 from areal_tasks.store.objects.local import LocalBackend as Folder
@@ -83,7 +84,7 @@ def measure(shape: str, arguments: argparse.Namespace) -> None:
     backend, batch = loaded(settings, shape), make_batch(SHAPES[shape], arguments.rows, arguments)
     times = Times()
     with TemporaryDirectory(dir=arguments.folder) as folder:
-        writer = CheckpointWriter(SlowFolder(Path(folder), arguments.mb_per_second * 1e6), 1)
+        writer = CheckpointWriter(SlowFolder(Path(folder), arguments.mb_per_second * 1e6), Group())
         learn(backend, settings, batch)
         for n in range(arguments.repeats):
             repeat(times, writer, backend, lambda: learn(backend, settings, batch), n)

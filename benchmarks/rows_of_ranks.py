@@ -24,7 +24,7 @@ import torch.distributed as dist
 from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import serve_store, use_interface
-from areal_tasks.engines.trainer.reading import passes_and_batch, plan_and_batch
+from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import TEXT, grpo_batch, read_of, read_sequences
 from areal_tasks.engines.trainer.settings import Settings
 from areal_tasks.engines.trainer.tables import FetchedTables
@@ -67,7 +67,7 @@ def own_rows(store: Store, command: Train, scores: bool, group: Group) -> None:
     """Read as one of the ranks of `group`."""
     fetched = FetchedTables(group, Path("unused"))
     if scores:
-        passes_and_batch(fetched.fetch(store, {"rollout": command.tables["rollout"]}, keeps=True), SETTINGS)
+        plan_and_texts(fetched.fetch(store, {"rollout": command.tables["rollout"]}, keeps=True), SETTINGS)
     else:
         plan_and_batch(command, SETTINGS, fetched.fetch(store, command.tables, keeps=False))
 

@@ -28,8 +28,9 @@ from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.data.batching import make_layout, make_sequences
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.forward import one_core, to_device
-from areal_tasks.engines.trainer.learner import Learner, make_plan
+from areal_tasks.engines.trainer.learner import Learner
 from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
 from areal_tasks.engines.trainer.rows import Batch
 from areal_tasks.engines.trainer.settings import Settings

@@ -63,7 +63,7 @@ def one_by_one(store: Store, run: str, version: int, held: Snapshot, gb: float, 
     attempt, started = new_attempt(), now()
     prefix = paths.weights_attempt(run, version, attempt)
     with measured("written from memory", gb, server):
-        files = held.save(store, prefix)
+        files = held.save(store, prefix, {})
         ref = commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, started))
     with TemporaryDirectory(dir=memory()) as folder:
         with measured("fetched and verified", gb, server):

@@ -7,9 +7,12 @@ position, never by token id: a pad id may equal the end-of-sequence id.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from functools import partial
+from heapq import heapify, heappush, heapreplace
+from itertools import accumulate, pairwise
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -152,63 +155,61 @@ def micro_batches(lengths: Int[Tensor, " n"], budget: int, kind: LayoutKind, mul
     that exceeds the budget alone gets a micro-batch of its own.
     """
     ordered, order = lengths.sort(descending=True, stable=True)
+    first = torch.zeros_like(order)
+    first[_runs(ordered.tolist(), budget, kind, multiple_of)] = 1
     found = torch.empty_like(order)
-    falling = _DescendingLengths(ordered.tolist(), ordered.cumsum(0).tolist())
-    for number, (begin, end) in enumerate(_runs(falling, budget, kind, multiple_of)):
-        found[order[begin:end]] = number
+    found[order] = first.cumsum(0) - 1
     return found
 
 
-class _DescendingLengths(NamedTuple):
-    """Lengths of samples in descending order, and their running sum."""
-
-    lengths: list[int]
-    ends: list[int]
-
-
-def _runs(ordered: _DescendingLengths, budget: int, kind: LayoutKind, multiple_of: int) -> list[tuple[int, int]]:
-    """The first and the last + 1 sample of each run, with samples in descending order of length.
+def _runs(ordered: list[int], budget: int, kind: LayoutKind, multiple_of: int) -> list[int]:
+    """The first sample of each run, with samples in descending order of length.
 
     The smallest budget that needs no more runs than `budget` does balances them. Until their number is a multiple of
     `multiple_of`, the run with most samples is halved.
     """
-    wanted = _rounded_up(len(_cut(ordered, budget, kind)), multiple_of, len(ordered.lengths))
-    cuts = _cut(ordered, _smallest_cap(ordered, budget, kind, wanted), kind)
-    while len(cuts) < wanted:
-        begin, end = max(cuts, key=lambda cut: cut[1] - cut[0])
-        at = cuts.index((begin, end))
-        cuts[at : at + 1] = [(begin, (begin + end) // 2), ((begin + end) // 2, end)]
-    return cuts
+    cut = partial(_cut, ordered, [0, *accumulate(ordered)], kind)
+    fewest = len(cut(budget))
+    rounded = -(-fewest // multiple_of) * multiple_of
+    wanted = rounded if rounded <= len(ordered) else fewest
+    firsts = cut(_smallest_cap(lambda cap: len(cut(cap)), budget, fewest, wanted)) if wanted > 1 else [0] * wanted
+    largest = [(first - end, first) for first, end in pairwise([*firsts, len(ordered)])]  # of these, the least tuple
+    heapify(largest)
+    while len(largest) < wanted:
+        size, first = -largest[0][0], largest[0][1]
+        heapreplace(largest, (-(size // 2), first))
+        heappush(largest, (size // 2 - size, first + size // 2))
+    return sorted(first for _, first in largest)
 
 
-def _rounded_up(number: int, multiple_of: int, most: int) -> int:
-    """The next multiple of `multiple_of`; `number` itself if that exceeds `most`."""
-    rounded = -(-number // multiple_of) * multiple_of
-    return rounded if rounded <= most else number
+def _smallest_cap(runs_of: Callable[[int], int], budget: int, fewest: int, wanted: int) -> int:
+    """The smallest budget, up to `budget`, that needs no more than `wanted` runs; `budget` needs the `fewest`.
 
-
-def _smallest_cap(ordered: _DescendingLengths, budget: int, kind: LayoutKind, wanted: int) -> int:
-    """The smallest budget, up to `budget`, that needs no more than `wanted` runs."""
-    low, high = 0, budget
-    while wanted > 1 and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(ordered, middle, kind)) <= wanted else (middle, high)
+    Tries few budgets: runs times budget hardly changes, and a plateau of equal numbers is left by growing steps.
+    """
+    low, high, step = 0, budget, budget // wanted + 1
+    cap = budget * fewest // wanted
+    while high - low > 1:
+        cap = min(max(cap, low + 1), high - 1)
+        runs = runs_of(cap)
+        if runs <= wanted:
+            low, high, cap = low, cap, max(cap * runs // wanted - step, (low + cap) // 2)
+        else:
+            low, high, cap = cap, high, min(cap * runs // wanted + step, (cap + high) // 2)
+        step *= 2
     return high
 
 
-def _cut(ordered: _DescendingLengths, cap: int, kind: LayoutKind) -> list[tuple[int, int]]:
-    """Cut samples in descending order of length into runs that cost at most `cap` each (or hold one sample)."""
-    samples, begin = len(ordered.lengths), 0
-    cuts: list[tuple[int, int]] = []
-    while begin < samples:
-        end = min(max(_end_of_run(ordered, begin, cap, kind), begin + 1), samples)
-        cuts.append((begin, end))
-        begin = end
-    return cuts
-
-
-def _end_of_run(ordered: _DescendingLengths, begin: int, cap: int, kind: LayoutKind) -> int:
-    width = ordered.lengths[begin]
-    if kind == "padded":
-        return begin + cap // max(width, 1)
-    return bisect_right(ordered.ends, ordered.ends[begin] - width + cap)
+def _cut(ordered: list[int], ends: list[int], kind: LayoutKind, cap: int) -> list[int]:
+    """The first samples of runs that cost at most `cap` each (or hold one sample). `ends`: 0 and the running sum."""
+    firsts, first, size = [], 0, 1
+    while first < len(ordered):
+        firsts.append(first)
+        if kind == "padded":
+            size = max(cap // max(ordered[first], 1), 1)
+        else:  # at least as many samples as in the run before, none of which is shorter
+            limit = ends[first] + cap
+            while first + size < len(ordered) and ends[first + size + 1] <= limit:
+                size += 1
+        first += size
+    return firsts

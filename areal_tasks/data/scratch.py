@@ -5,8 +5,6 @@ Every engine loads it like any other model: config, safetensors and tokenizer ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -29,21 +27,9 @@ def make_scratch(spec: ScratchModel, seed: int, max_length: int, folder: Path) -
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer(spec.alphabet, max_length)
     tokenizer.save_pretrained(folder)
-    with _no_progress_bar():
-        scratch_model(spec, len(tokenizer), seed, max_length).save_pretrained(folder)
+    logging.disable_progress_bar()  # transformers shows one even for a file of two megabytes
+    scratch_model(spec, len(tokenizer), seed, max_length).save_pretrained(folder)
     return folder
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Transformers shows one even for a file of two megabytes."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def character_tokenizer(alphabet: str, max_length: int) -> PreTrainedTokenizerFast:

@@ -29,7 +29,10 @@ def render_prompts(
     messages = [data.template.replace("{prompt}", row.prompt) for row in rows]
     texts = _rendered(messages, data, tokenizer)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=not data.chat)["input_ids"]
-    rooms = [max_new_tokens] * len(rows) if max_new_tokens is not None else _answer_lengths(rows, tokenizer)
+    if max_new_tokens is None:
+        rooms = [len(answer) for answer in encode_answers([row.answer for row in rows], tokenizer)]
+    else:
+        rooms = [max_new_tokens] * len(rows)
     _check_known(rows, texts, ids, tokenizer, added=[] if data.chat else tokenizer("")["input_ids"])
     fits = [len(prompt) + room <= max_length for prompt, room in zip(ids, rooms, strict=True)]
     if data.on_long_prompt == "error" and not all(fits):
@@ -65,10 +68,6 @@ def encode_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -
         raise UserError("this model's tokenizer names no end-of-sequence token (eos_token), so answers cannot end")
     encoded = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
     return [[*ids, tokenizer.eos_token_id] for ids in encoded]
-
-
-def _answer_lengths(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [len(ids) for ids in encode_answers([row.answer for row in rows], tokenizer)]
 
 
 def _check_known(

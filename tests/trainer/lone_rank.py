@@ -21,7 +21,8 @@ import torch.distributed as dist
 from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.fsdp2 import ROOMY, Fsdp2Backend, whole
-from areal_tasks.engines.trainer.learner import Learner, make_plan
+from areal_tasks.engines.trainer.learner import Learner
+from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.policy import Policy
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings

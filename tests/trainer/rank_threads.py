@@ -32,7 +32,7 @@ def tables_of_ranks(world: int, folder: Path) -> list[FetchedTables]:
     use_interface()
 
     def of(rank: int) -> FetchedTables:
-        return FetchedTables(Group(rank, world, shared), folder, _gloo(rank, world, shared))
+        return FetchedTables(Group(rank, world, shared), folder / str(rank), _gloo(rank, world, shared))
 
     return on_ranks(world, of)
 

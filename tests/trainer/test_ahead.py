@@ -18,9 +18,10 @@ from areal_tasks.engines.trainer import forward, service
 from areal_tasks.engines.trainer import learner as learner_module
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Logprobs
-from areal_tasks.engines.trainer.forward import ahead, background_thread, one_core
-from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
+from areal_tasks.engines.trainer.forward import ahead, one_core
+from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import read_settings
 from schemas.recipe.training import Trainer as TrainerSettings
@@ -33,7 +34,7 @@ LENGTHS = [9, 4, 13, 6, 11, 3, 8, 2, 10, 7, 12, 5]
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The learner as on a GPU; its thread must be gone afterwards."""
-    monkeypatch.setattr(learner_module, "background_thread", forward._thread)
+    monkeypatch.setattr(learner_module, "ahead", forward._from_thread)
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -54,17 +55,12 @@ def _numbers(table: pa.Table) -> dict[str, str]:
     return {name: repr(table[name].to_pylist()) for name in table.column_names if name not in VOLATILE}
 
 
-def test_on_a_cpu_there_is_no_thread() -> None:
-    with background_thread(CPU) as thread:
-        assert thread is None
-
-
-def test_without_a_thread_an_item_is_made_when_it_is_asked_for() -> None:
+def test_on_a_cpu_an_item_is_made_when_it_is_asked_for() -> None:
     made: list[int] = []
-    items = ahead((made.append(n) or n for n in range(3)), None)  # type: ignore[func-returns-value]
-    assert made == []
-    assert (next(items), made) == (0, [0])
-    assert list(items) == [1, 2]
+    with ahead((made.append(n) or n for n in range(3)), CPU) as items:  # type: ignore[func-returns-value]
+        assert made == []
+        assert (next(items), made) == (0, [0])
+        assert list(items) == [1, 2]
 
 
 def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
@@ -75,8 +71,7 @@ def test_a_thread_makes_an_item_while_the_one_before_is_used() -> None:
             event.set()
             yield number, threading.current_thread().name, torch.get_num_threads()
 
-    with forward._thread(CPU) as thread:
-        items = ahead(source(), thread)
+    with forward._from_thread(source(), CPU) as items:
         number, name, threads = next(items)
         assert (number, threads) == (0, 1) and name != threading.current_thread().name
         assert made[1].wait(LIMIT)
@@ -89,7 +84,7 @@ def test_later_threads_begin_with_the_cores_of_the_process() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with forward._thread(CPU):
+        with forward._from_thread(iter(()), CPU):
             other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
             other.start()
             other.join()

@@ -100,6 +100,38 @@ def test_micro_batches_come_in_full_rounds_for_the_ranks(
         assert _cost(part, kind) <= budget or len(part) == 1
 
 
+def _greedy(lengths: list[int], budget: int, kind: str) -> list[list[int]]:
+    """Descending lengths, cut where the next one would cost more than the budget."""
+    runs: list[list[int]] = []
+    for length in lengths:
+        if runs and _cost(torch.tensor([*runs[-1], length]), kind) <= budget:
+            runs[-1].append(length)
+        else:
+            runs.append([length])
+    return runs
+
+
+@settings(max_examples=300)
+@given(LENGTHS, st.integers(1, 300), st.sampled_from(["packed", "padded"]), st.integers(1, 8))
+def test_micro_batches_are_those_of_the_smallest_budget_that_needs_no_more(
+    lengths: list[int], budget: int, kind: str, ranks: int
+) -> None:
+    """Found by trying all budgets; then the first of the largest is halved until there is one for each rank."""
+    ordered = sorted(lengths, reverse=True)
+    fewest = len(_greedy(ordered, budget, kind))
+    rounded = -(-fewest // ranks) * ranks
+    wanted = rounded if rounded <= len(lengths) else fewest
+    enough = (_greedy(ordered, cap, kind) for cap in range(1, budget + 1))
+    runs = next(found for found in enough if len(found) <= wanted)
+    while len(runs) < wanted:
+        at = max(range(len(runs)), key=lambda number: len(runs[number]))
+        half = len(runs[at]) // 2
+        runs[at : at + 1] = [runs[at][:half], runs[at][half:]]
+    found = micro_batches(torch.tensor(lengths), budget, kind, ranks)  # type: ignore[arg-type]
+    order = torch.tensor(lengths).sort(descending=True, stable=True).indices
+    assert found[order].tolist() == [number for number, run in enumerate(runs) for _ in run]
+
+
 def test_micro_batches_of_several_ranks_are_balanced() -> None:
     found = micro_batches(torch.full((40,), 10), 200, "packed", 4)
     assert torch.bincount(found).tolist() == [10, 10, 10, 10]

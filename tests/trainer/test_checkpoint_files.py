@@ -120,16 +120,6 @@ def test_checkpoints_of_dcps_own_writer_are_still_read(tmp_path: Path) -> None:
     assert_same(state, found)
 
 
-def test_what_comes_through_a_buffer_is_the_tensor_alone_and_the_buffer_stays() -> None:
-    host = checkpoint_files.Buffer()
-    for shape in ((64, 4), (3,), (), (2, 8)):
-        tensor = torch.randn(shape)
-        found = host.through(tensor)
-        assert torch.equal(checkpoint_files.with_own_storage(found), tensor)
-        assert checkpoint_files.with_own_storage(found).untyped_storage().nbytes() == tensor.nbytes
-        assert found.data_ptr() == host.memory.data_ptr()
-
-
 def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "__0_1.distcp").mkdir()
     with pytest.raises(IsADirectoryError):

@@ -17,7 +17,7 @@ from waiting import held_back
 from areal_tasks.engines.trainer import checkpoint_files, writing
 from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters
 from areal_tasks.engines.trainer.checkpoint_files import Copies
-from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Load, Train
+from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Finished, Load, Train
 from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
 from areal_tasks.engines.trainer.memory import host_room
 from areal_tasks.engines.trainer.service import Trainer
@@ -49,8 +49,14 @@ def begin(world: World, trainer: Trainer, attempt: str, version: int, owner: int
     """Begin a checkpoint; returns a function that asks for its files, and perhaps waits for them."""
     named: dict[str, Any] = {"owner": owner, "version": version}
     named["prefix"] = world.folder("checkpoint", version, attempt)
-    trainer.checkpoint(Checkpoint(**named))
-    return lambda wait: trainer.finish(Finish(**named, wait=wait)).files
+    trainer.run(Checkpoint(**named))
+
+    def files(wait: bool) -> Any:
+        found = trainer.run(Finish(**named, wait=wait))
+        assert isinstance(found, Finished)
+        return found.files
+
+    return files
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:

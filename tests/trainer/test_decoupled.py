@@ -20,7 +20,7 @@ from areal_tasks.algorithms.losses import policy_terms
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Load, Logprobs
 from areal_tasks.engines.trainer.fencing import Declined, Fence
-from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
+from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.metrics import summary
 from areal_tasks.engines.trainer.objective import (
@@ -32,6 +32,7 @@ from areal_tasks.engines.trainer.objective import (
     grpo_objective,
     outside,
 )
+from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.settings import Settings, read_settings

@@ -69,11 +69,15 @@ def test_no_rank_changes_its_copy_before_the_first_has_the_lock(world: World, mo
     before, met = first.clone(), list[tuple[bool, bool, bool]]()
 
     def meet(mine: str) -> list[str]:
-        with ThreadPoolExecutor(1) as other:
-            free = other.submit(trainer.snapshot.lock.acquire, blocking=False).result()
-        met.append((free, torch.equal(trainer.snapshot.tensors[name], before), bool(mine)))
+        see(bool(mine))
         return [mine]
 
-    monkeypatch.setattr(trainer.group, "from_ranks_here", meet)
+    def see(given: bool) -> None:
+        with ThreadPoolExecutor(1) as other:
+            free = other.submit(trainer.snapshot.lock.acquire, blocking=False).result()
+        met.append((free, torch.equal(trainer.snapshot.tensors[name], before), given))
+
+    monkeypatch.setattr(trainer.group, "together", lambda _work: see(False))
+    monkeypatch.setattr("areal_tasks.engines.trainer.service.gather_texts", meet)
     trainer.keep(Keep(owner=1, version=1))
     assert met == [(False, True, False), (False, False, True)]

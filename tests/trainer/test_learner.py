@@ -24,9 +24,10 @@ from trainer_builders import (
 from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.data.batching import LEFT_OUT, make_layout
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.learner import Learned, Learner, Plan, make_plan
+from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.rows import Batch, grpo_batch, logprobs_table, sft_batch
+from areal_tasks.engines.trainer.plan import Plan, make_plan
+from areal_tasks.engines.trainer.rows import Batch, grpo_batch, logprobs_table, text_batch, text_samples
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from schemas.errors import UserError
 
@@ -49,7 +50,9 @@ def _run(
 
 
 def _batch(tables: Mapping[str, pa.Table]) -> Batch:
-    return sft_batch(tables["batch"]) if "batch" in tables else grpo_batch(tables, 0)
+    if "batch" in tables:
+        return text_batch(tables["batch"], text_samples(tables["batch"]))
+    return grpo_batch(tables, 0)
 
 
 def _tables(dropped: tuple[int, ...] = ()) -> dict[str, pa.Table]:

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_builders import advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import Layout, make_layout
-from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats
-from areal_tasks.engines.trainer.learner import Learner, make_plan
+from areal_tasks.engines.trainer.backend import Progress, TokenLoss
+from areal_tasks.engines.trainer.learner import Learner
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, totals
+from areal_tasks.engines.trainer.metrics import SampleMeans, TokenStats, over_ranks, step_statistics, totals
 from areal_tasks.engines.trainer.objective import STATS
+from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.policy import _Pick
 from areal_tasks.engines.trainer.rows import grpo_batch
 from areal_tasks.engines.trainer.settings import Settings, read_settings

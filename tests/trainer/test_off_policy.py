@@ -15,9 +15,10 @@ from trainer_builders import Recorder, World, advantage, rlhf_recipe, rollout, w
 from areal_tasks.algorithms.behaviour import Bound, effective_sample_size
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.fencing import Declined
-from areal_tasks.engines.trainer.learner import Learned, Learner, make_plan
+from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.metrics import over_ranks, step_statistics, totals
 from areal_tasks.engines.trainer.objective import STATS, grpo_objective, stat_names
+from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, grpo_batch, make_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from schemas.errors import UserError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.data.batching import LEFT_OUT, micro_batches
 from areal_tasks.engines.trainer.commands import Train
-from areal_tasks.engines.trainer.learner import make_plan, passes_of, passes_of_rank, rank_of_samples
-from areal_tasks.engines.trainer.reading import passes_and_batch, places_of_rank, plan_and_batch
-from areal_tasks.engines.trainer.rows import PLANNING, scored_samples
+from areal_tasks.engines.trainer.plan import Plan, make_plan, passes_of, passes_of_rank, rank_of_samples
+from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
+from areal_tasks.engines.trainer.rows import PLANNING, text_samples
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.tables import SharedTables
 from schemas.errors import UserError
@@ -86,19 +87,17 @@ def test_a_rank_gets_tokens_of_its_own_samples_only(rlhf: World, reads: list[Rea
 def test_a_rank_that_scores_gets_its_own_samples_only(
     rlhf: World, reads: list[Read], tmp_path: Path, ranks: int
 ) -> None:
-    """All of them together hold each token once, where it is in the whole rollout."""
+    """All of them together hold each token once."""
     trainer, table = rlhf.trainer(), rollout(LENGTHS)
-    flat = torch.tensor(table["input_ids"].combine_chunks().flatten().to_numpy())
+    tokens = [torch.tensor(ids) for ids in table["input_ids"].to_pylist()]
     micro = micro_batches(torch.tensor(LENGTHS), trainer.settings.trainer.micro_batch_tokens, "padded", ranks)
     refs = {"rollout": rlhf.write("rollout", table)}
-    found = on_all(trainer, refs, tmp_path, ranks, lambda tables: passes_and_batch(tables, trainer.settings))
-    places = []
-    for rank, (passes, batch) in enumerate(found):
+    found = on_all(trainer, refs, tmp_path, ranks, lambda tables: plan_and_texts(tables, trainer.settings))
+    for rank, (plan, batch) in enumerate(found):
         assert rows_of_tokens(reads, rank) == [len(batch.rows)]
-        assert [micro[rows].unique().tolist() for rows in passes] == [[n] for n in range(len(passes))]
-        places.append(places_of_rank(passes, batch.lengths, ranks, rank))
-        assert torch.equal(batch.sequences.input_ids, flat[places[-1]])
-    assert torch.cat(places).sort().values.tolist() == list(range(sum(LENGTHS)))
+        assert torch.equal(plan.micro_batch, micro) and not plan.minibatch.any()
+        assert batch.rows.tolist() == [row for row in range(len(LENGTHS)) if micro[row] % ranks == rank]
+        assert batch.sequences.input_ids.tolist() == [int(t) for row in batch.rows for t in tokens[row]]
 
 
 def test_a_token_too_old_is_refused_on_every_rank_in_a_sample_that_is_left_out(world: World, tmp_path: Path) -> None:
@@ -121,21 +120,29 @@ def test_the_rank_that_reads_a_sample_is_the_one_that_trains_on_it(rlhf: World, 
     random = torch.Generator().manual_seed(ranks)
     lengths = torch.randint(1, 30, (300,), generator=random)
     kept = torch.rand(300, generator=random) < 0.8
-    samples = replace(scored_samples(rollout(lengths.tolist())), kept=kept, minibatch=None)
+    samples = replace(text_samples(rollout(lengths.tolist())), kept=kept)
     plan = make_plan(samples, rlhf.trainer().settings, 0, ranks)
     found = rank_of_samples(plan, ranks)
     numbers = range(int(plan.minibatch.max()) + 1)
     for rank in range(ranks):
-        mine = [rows for number in numbers for rows in passes_of_rank(passes_of(plan, number), rank, ranks)]
+        mine = [rows for number in numbers for rows in passes_of_rank(plan, number, rank, ranks)]
         assert torch.equal((found[kept] == rank).nonzero(), torch.isin(kept.nonzero()[:, 0], torch.cat(mine)).nonzero())
     counts = torch.bincount(found[plan.minibatch == LEFT_OUT], minlength=ranks)
     assert counts.max() - counts.min() <= 1
 
 
 def test_the_passes_of_a_minibatch_hold_its_samples_in_ascending_order(rlhf: World) -> None:
-    samples = replace(scored_samples(rollout([5, 9, 1, 7, 3] * 20)), minibatch=None)
-    plan = make_plan(samples, rlhf.trainer().settings, 0, 4)
-    for number in range(int(plan.minibatch.max()) + 1):
+    """Ranks take the passes in turn; where that leaves some without one, theirs is empty."""
+    plan = make_plan(text_samples(rollout([5, 9, 1, 7, 3] * 20)), rlhf.trainer().settings, 0)
+    for number, ranks in itertools.product(range(int(plan.minibatch.max()) + 1), (1, 4, 7)):
         micro = plan.micro_batch[plan.minibatch == number].unique().tolist()
-        wanted = [((plan.minibatch == number) & (plan.micro_batch == each)).nonzero()[:, 0] for each in micro]
-        assert all(torch.equal(*both) for both in zip(passes_of(plan, number), wanted, strict=True))
+        wanted = [((plan.minibatch == number) & (plan.micro_batch == each)).nonzero()[:, 0].tolist() for each in micro]
+        of_ranks = [passes_of_rank(plan, number, rank, ranks) for rank in range(ranks)]
+        found = [rows.tolist() for turn in zip(*of_ranks, strict=True) for rows in turn]
+        assert len(wanted) == passes_of(plan, number) > len(found) - ranks
+        assert found == wanted + [[]] * (len(found) - len(wanted))
+
+
+def test_a_minibatch_without_samples_has_no_pass() -> None:
+    plan = Plan(torch.tensor([0, LEFT_OUT]), torch.tensor([0, LEFT_OUT]))
+    assert passes_of(plan, 1) == 0 and passes_of_rank(plan, 1, 0, 2) == []

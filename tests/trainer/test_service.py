@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from trainer_builders import World, advantage, check_scores, demonstrations, rlhf_recipe, rollout, with_column
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_tasks.engines.trainer import service
 from areal_tasks.engines.trainer.backend import Progress
 from areal_tasks.engines.trainer.commands import Keep, Load, Logprobs, Publish, Train, Trained
 from areal_tasks.engines.trainer.fencing import StaleCommand
@@ -89,9 +90,9 @@ def test_what_is_stale_is_refused_and_changes_nothing(rlhf: World) -> None:
     with pytest.raises(StaleCommand, match="version 1 is held"):
         trainer.train(command.model_copy(update={"digest": "another"}))
     with pytest.raises(StaleCommand, match="start #2 of this run was superseded by start #3"):
-        trainer.train(_grpo(rlhf, 1, owner=2))
+        trainer.run(_grpo(rlhf, 1, owner=2))
     with pytest.raises(StaleCommand, match="superseded"):
-        trainer.load(Load(owner=2, version=0, weights=rlhf.initial))
+        trainer.run(Load(owner=2, version=0, weights=rlhf.initial))
     with pytest.raises(StaleCommand, match="version 0 was expected"):
         trainer.publish(Publish(owner=3, version=0, prefix=rlhf.folder("weights", 0, "x")))
     assert torch.equal(weights, _weights(trainer))
@@ -116,7 +117,7 @@ def test_tables_that_could_not_be_written_are_written_by_the_retry(
     trainer = rlhf.trainer()
     command = _grpo(rlhf, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_write_tables", _fail)
+        patch.setattr(service, "write_table", _fail)
         with pytest.raises(UserError, match="store is full"):
             trainer.train(command)
     weights = _weights(trainer)
@@ -351,6 +352,6 @@ def test_memory_is_given_back_where_servers_wait_for_it(
 def test_what_cannot_be_cleared_away_fails_no_command(rlhf: World) -> None:
     """Somebody tidies up temporary folders while the trainer runs."""
     trainer = rlhf.trainer()
-    shutil.rmtree(trainer.scratch)
+    shutil.rmtree(trainer.fetched.parent)
     trainer.clear()
     assert trainer.train(_grpo(rlhf, 0)).version == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ from torch.distributed import HashStore
 from trainer_builders import World
 from waiting import LIMIT, wait_until
 
+from areal_tasks.engines.trainer import group as group_module
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
@@ -29,9 +31,15 @@ from schemas.recipe.training import Trainer
 Work = Callable[[], Any]
 
 
-def _groups(world: int = 2, grace: float = LIMIT) -> tuple[list[Group], HashStore]:
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed rank waits for the others as long as a busy machine may take."""
+    monkeypatch.setattr(group_module, "GRACE_SECONDS", LIMIT)
+
+
+def _groups(world: int = 2) -> tuple[list[Group], HashStore]:
     store = HashStore()
-    return [Group(rank, world, store, grace_seconds=grace) for rank in range(world)], store
+    return [Group(rank, world, store) for rank in range(world)], store
 
 
 def _command(groups: list[Group], works: list[Work], states: list[str] | None = None) -> list[Any]:
@@ -98,9 +106,10 @@ def test_an_unexpected_error_breaks_the_group_even_if_all_share_it() -> None:
     assert not found[0].by_user
 
 
-def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck() -> None:
+def test_a_rank_that_fails_alone_says_why_while_the_others_are_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in a collective that never ends: rank 1 gives up after its grace, and rank 0 can read its words."""
-    groups, _ = _groups(grace=0.3)
+    groups, _ = _groups()
+    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.3)
     stuck = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(groups[0].lead, "go", stuck.wait, lambda: "same")
@@ -135,27 +144,27 @@ def test_what_rank_0_finds_is_found_by_all() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_the_error_of_one_rank_reaches_every_rank(failing: int) -> None:
+@pytest.mark.parametrize("error", [UserError("its disk is full"), OSError(errno.ENOSPC, "its disk is full", "/tmp/x")])
+def test_the_error_of_one_rank_reaches_every_rank(failing: int, error: Exception) -> None:
     """Also that of rank 0, which collects what the others say."""
     store = HashStore()
     groups = [Group(rank, 4, store, local_world=2) for rank in range(4)]
 
     def work(group: Group) -> None:
         with pytest.raises(UserError, match="its disk is full"):
-            group.together(_raises(UserError("its disk is full")) if group.rank == failing else lambda: "")
+            group.together(_raises(error) if group.rank == failing else lambda: "")
         assert group.together(lambda: group.rank) == group.rank
 
     assert _command(groups, [lambda g=g: work(g) for g in groups]) == [None] * 4
 
 
-def test_ranks_of_one_machine_share_texts_among_themselves() -> None:
+def test_the_first_rank_of_each_machine_tells_the_others_there() -> None:
     store = HashStore()
     groups = [Group(rank, 4, store, local_world=2) for rank in range(4)]
 
     def work(group: Group) -> None:
         first = group.rank // 2 * 2
         assert group.from_first_here(lambda: f"from {group.rank}") == f"from {first}"
-        assert group.from_ranks_here(f"of {group.rank}") == [f"of {first}", f"of {first + 1}"]
 
     assert _command(groups, [lambda g=g: work(g) for g in groups]) == [None] * 4
 
@@ -234,7 +243,7 @@ def test_the_first_rank_of_each_machine_leads_there() -> None:
     places = [find_place(settings, {}, node) for node in range(2)]
     assert [(place.rank, place.local_rank, place.local_world) for place in places] == [(0, 0, 2), (2, 0, 2)]
     groups = [Group(rank, 4, HashStore(), local_world=2) for rank in range(4)]
-    assert [group.leads_its_machine for group in groups] == [True, False, True, False]
+    assert [group.first_here for group in groups] == [0, 0, 2, 2]
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +264,7 @@ def test_rank_0_answers_with_why_the_group_ends(world: World, monkeypatch: pytes
     app = make_app(world.spec(), group)
 
     def end() -> None:
-        wait_until(lambda: store.check(["outcome/1/0"]), "rank 0, which has done its part")
+        wait_until(lambda: store.check(["shared/1/1/0"]), "rank 0, which has done its part")
         end_group(group, GroupBroken("rank 1: out of memory"))
 
     ending = threading.Thread(target=end)
@@ -300,7 +309,8 @@ def test_the_token_of_the_servers_does_not_reach_the_store_of_the_ranks(world: W
 
 
 def _let_go(store: HashStore) -> None:
-    """End the wait for rank 1's outcome: the thread in it would outlive the tests."""
+    """End the waits for rank 1: the thread in them would outlive the tests."""
+    store.set("shared/1/1/1", json.dumps({"error": "out of memory"}))
     mine = json.loads(store.get("outcome/1/0"))
     store.set("outcome/1/1", json.dumps({**mine, "rank": 1}))
 

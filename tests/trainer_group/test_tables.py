@@ -133,7 +133,7 @@ def test_a_rank_clears_what_it_has_fetched_itself_unless_it_is_kept(ranks: Ranks
     assert ranks.kept() == before
     ranks.read(refs)
     last.clear()
-    assert ranks.kept() == [file for file in before if file.parent.name != str(last.group.rank)]
+    assert ranks.kept() == [file for file in before if file.parent != last.folder]
 
 
 def _cut_short(file: Path) -> None:

@@ -164,7 +164,7 @@ class FarAway(LocalStore):
 def restore_apart(script: Named, name: str, group: Group, checkpoint: WeightsRef) -> Named:
     """Each rank on a machine of its own: the files of the checkpoint that each fetches, the weights, and a step."""
     assert group.store is not None
-    alone = Group(group.rank, group.world, dist.PrefixStore("apart", group.store), local_world=1)
+    alone = Group(group.rank, group.world, dist.PrefixStore(f"{name}-apart", group.store), local_world=1)
     player = Player(script, f"{name}-apart", script["backends"][name], alone)
     far = FarAway(player.trainer.store)
     player.trainer.store = far

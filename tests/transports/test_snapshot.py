@@ -24,8 +24,8 @@ def tensors() -> dict[str, torch.Tensor]:
     return found | {"turned": torch.randn(4, 6).T}
 
 
-def saved(held: Snapshot, folder: Path) -> list[FileRef]:
-    return held.save(open_store(folder.parent.as_uri()), folder.name)
+def saved(held: Snapshot, folder: Path) -> tuple[FileRef, ...]:
+    return held.save(open_store(folder.parent.as_uri()), folder.name, {})
 
 
 def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:

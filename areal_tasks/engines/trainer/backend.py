@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 Which = Literal["policy", "reference"]
@@ -24,13 +24,6 @@ class Scores(NamedTuple):
 
     logprobs: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"]  # of the distribution at each token; without gradient
-
-
-class TokenStats(NamedTuple):
-    """Per-token quantities of a minibatch, one row per quantity; see `objective.STATS`."""
-
-    values: Float[Tensor, "K T"]
-    samples: Int[Tensor, " T"]
 
 
 def all_there(names: Collection[str]) -> None:

@@ -148,7 +148,8 @@ def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_the
     """
     rng, counts = torch.get_rng_state(), torch.zeros(2, dtype=torch.int64)
     state = {"parameters": parameters, "rng": rng, "progress": counts}
-    check_metadata(folder)
+    with (folder / METADATA).open("rb") as file:
+        _Guarded(file).load()
     try:
         with _without_warnings():
             reader = _FetchingReader(folder, fetch)
@@ -162,25 +163,20 @@ def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_the
     return Progress(step, skipped)
 
 
-def check_metadata(folder: Path) -> None:
-    """Raise UserError if the checkpoint's index, which DCP unpickles, names more than DCP's types and `_NAMES`."""
-    with (folder / METADATA).open("rb") as file:
-        _Guarded(file).load()
-
-
 class _Guarded(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if self._known(module, name) else None
-        if f"{module}.{name}" not in _NAMES and (not isinstance(found, type) or found.__module__ != module):
-            raise UserError(
-                f"the checkpoint names {module}.{name}, which no checkpoint of a model needs: do not use it"
-            )
-        return found
+    """Reads a checkpoint's index, which DCP unpickles, as DCP does."""
 
-    @staticmethod
-    def _known(module: str, name: str) -> bool:
-        """No dotted names, which reach imported modules: DCP's `filesystem` imports `os` and thus has `os.system`."""
-        return f"{module}.{name}" in _NAMES or (f"{module}.".startswith(_MODULES) and "." not in name)
+    def find_class(self, module: str, name: str) -> Any:
+        """What the index names. Raises UserError for more than DCP's types and `_NAMES`.
+
+        Also for dotted names, which reach imported modules: DCP's `filesystem` imports `os` and thus has `os.system`.
+        """
+        whole = f"{module}.{name}"
+        known = whole in _NAMES or (f"{module}.".startswith(_MODULES) and "." not in name)
+        found = super().find_class(module, name) if known else None
+        if whole not in _NAMES and (not isinstance(found, type) or found.__module__ != module):
+            raise UserError(f"the checkpoint names {whole}, which no checkpoint of a model needs: do not use it")
+        return found
 
 
 class _TensorsOnly(DefaultLoadPlanner):  # type: ignore[misc]

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import set_crc32_options
 
 from areal_tasks.store.parallel import parallel
 
 #: A rank writes files of about this size, or larger ones if they would be more than MOST_FILES.
 FILE_BYTES: Final = 256 * 2**20
 MOST_FILES: Final = 32
-#: A larger tensor is split along its first dimension, so that no file and no page-locked buffer has to hold all of it.
+#: A larger tensor is split along its first dimension, so that no file has to hold all of it.
 PIECE_BYTES: Final = 32 * 2**20
 #: Bytes that are hashed and then written at a time, while in a CPU cache; each time the GIL is released twice.
 _RUN_BYTES: Final = 4 * 2**20
@@ -126,26 +126,22 @@ def write_files(folder: Path, prefix: str, pieces: Sequence[Piece], put: Put, th
 
 
 def _distributed(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in shares of about FILE_BYTES: the largest first, each into the smallest share."""
-    held = sum(_size(item) for item, _ in pieces)
-    sizes = [0] * min(max(held // FILE_BYTES, 1), MOST_FILES)
-    shares: list[list[Piece]] = [[] for _ in sizes]
-    for piece in sorted(pieces, key=lambda piece: _size(piece[0]), reverse=True):
-        smallest = sizes.index(min(sizes))
-        shares[smallest].append(piece)
-        sizes[smallest] += _size(piece[0])
-    return shares
+    """The pieces in shares of about FILE_BYTES, which take turns by size."""
+    largest_first = sorted(pieces, key=lambda piece: _size(piece[0]), reverse=True)
+    shares = min(max(sum(_size(item) for item, _ in pieces) // FILE_BYTES, 1), MOST_FILES)
+    return [largest_first[share::shares] for share in range(shares)]
 
 
 def _write_file(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Hashed]:
     """Write the tensors of `pieces` one after another, each in torch.save's format."""
-    places, buffer = [], Buffer()
-    with (folder / name).open("wb") as file, _no_checksums():
+    places = []
+    set_crc32_options(False)  # in this thread: torch.load does not check it, and the store keeps a SHA-256
+    with (folder / name).open("wb") as file:
         sink = _Sink(file)
         for _, tensor in pieces:
             start = sink.length
             with _cause_of_disk():
-                torch.save(buffer.take(tensor), cast(Any, sink))
+                torch.save(with_own_storage(tensor.cpu().contiguous()), cast(Any, sink))
             places.append(_StorageInfo(name, start, sink.length - start))
     digest = sink.sha256.hexdigest()
     written = zip(pieces, places, strict=True)
@@ -229,24 +225,6 @@ def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     return places, blocks
 
 
-class Buffer:
-    """Copies tensors to host memory through one thread's buffer. Each copy is valid until the next one is made."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory, contiguous and alone in its storage."""
-        return with_own_storage(tensor.contiguous() if tensor.device.type == "cpu" else self.through(tensor))
-
-    def through(self, tensor: Tensor) -> Tensor:
-        """A copy at the beginning of the buffer, which is page-locked for tensors of a GPU."""
-        if tensor.nbytes > len(self.memory):
-            room = max(tensor.nbytes, PIECE_BYTES)
-            self.memory = torch.empty(room, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        return _at(self.memory, tensor).copy_(tensor)
-
-
 def _at(memory: Tensor, tensor: Tensor) -> Tensor:
     """The beginning of `memory`, as a tensor like `tensor`."""
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -258,14 +236,3 @@ def with_own_storage(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
     raw = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
     return raw.view(tensor.dtype).view(tensor.shape)
-
-
-@contextmanager
-def _no_checksums() -> Iterator[None]:
-    """Turn off torch.save's CRC32 in this thread: torch.load does not check it, and the store keeps a SHA-256."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)

@@ -37,13 +37,13 @@ from deepspeed.utils import (
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, TokenStats, Which, all_there
+from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state
 from areal_tasks.engines.trainer.policy import Policy, Rounded, empty_policy, fill_policy, prepare, read_policy
-from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
+from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
@@ -124,16 +124,15 @@ class DeepSpeedBackend(LocalBackend):
         """As `LocalBackend.step`; DeepSpeed clips, except at stage 0."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = self._clip() if self.settings.zero_stage == 0 else None
+        norm = None
+        if self.settings.zero_stage == 0:  # its gradients are plain, and DeepSpeed would not report their norm
+            norm = clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
         self.optimizer.open = wanted and (norm is None or norm < math.inf)
         self.engine.step()
         self._round()
         self.optimizer.open = False
         self.gradients = False
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
-
-    def gather(self, stats: TokenStats) -> TokenStats:
-        return gather_stats(stats)
 
     def names(self) -> Names:
         return self._policy().names
@@ -251,10 +250,6 @@ class DeepSpeedBackend(LocalBackend):
     def _counts(self) -> list[Tensor]:
         """AdamW's step count of each shard; all are equal."""
         return [self.optimizer.state[shard]["step"] for shard in self._shards()]
-
-    def _clip(self) -> float:
-        """Clip at stage 0, whose gradients are plain, and which DeepSpeed would clip without reporting their norm."""
-        return clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
 
     def _gathered(self, parameter: Tensor, modified: bool = False) -> Any:
         """A context in which a parameter is whole; with `modified` all ranks take rank 0's value of it afterwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -95,20 +95,31 @@ def one_core(device: torch.device, settings: Trainer) -> AbstractContextManager[
     return one_thread() if device.type == "cuda" and not settings.cpu_offload else nullcontext()
 
 
-def background_thread(device: torch.device) -> AbstractContextManager[Executor | None]:
-    """A thread in addition to the one that launches work on `device`, ended with the context; None for a CPU.
+def ahead(source: Iterator[T], device: torch.device) -> AbstractContextManager[Iterator[T]]:
+    """The items of `source`. On a GPU a thread, ended with the context, makes each while the previous one is used.
 
-    A CPU computes at once what is launched: another thread would only take cores from it.
+    A CPU computes at once what is launched: another thread would only take cores from it. An exception raised while
+    making an item is raised when the item is taken.
     """
-    return _thread(device) if device.type == "cuda" else nullcontext()
+    return _from_thread(source, device) if device.type == "cuda" else nullcontext(source)
 
 
 @contextmanager
-def _thread(device: torch.device) -> Iterator[Executor]:
+def _from_thread(source: Iterator[T], device: torch.device) -> Iterator[Iterator[T]]:
+    def make() -> list[T]:
+        """The next item, if there is one."""
+        return list(islice(source, 1))
+
+    def items() -> Iterator[T]:
+        coming = thread.submit(make)
+        while found := coming.result():
+            coming = thread.submit(make)
+            yield found[0]
+
     with ThreadPoolExecutor(1, "ahead", _initialise, (device,)) as thread:
         thread.submit(torch.get_num_threads).result()  # `_initialise` has run
         torch.set_num_threads(torch.get_num_threads())  # new threads inherit the last setting: restore this one's
-        yield thread
+        yield items()
 
 
 def _initialise(device: torch.device) -> None:
@@ -116,22 +127,3 @@ def _initialise(device: torch.device) -> None:
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def ahead(source: Iterator[T], thread: Executor | None) -> Iterator[T]:
-    """The items of `source`. With a `thread`, each is made while the previous one is used, otherwise on request.
-
-    An exception raised while making an item is raised when the item is taken.
-    """
-    if thread is None:
-        yield from source
-        return
-    coming = thread.submit(_next, source)
-    while found := coming.result():
-        coming = thread.submit(_next, source)
-        yield found[0]
-
-
-def _next(source: Iterator[T]) -> list[T]:
-    """The next item, if there is one."""
-    return list(islice(source, 1))

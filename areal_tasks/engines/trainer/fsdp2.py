@@ -12,16 +12,16 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer.backend import Scores, TokenLoss, TokenStats, Which
+from areal_tasks.engines.trainer.backend import Scores, TokenLoss, Which
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.optimizer import local_share, make_optimizer, split_over
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
-from areal_tasks.engines.trainer.ranks import gather_stats, ranks_here
+from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
@@ -38,7 +38,12 @@ class Fsdp2Backend(LocalBackend):
     def __init__(self, settings: Trainer, model: Model) -> None:
         super().__init__(settings, model)
         self.rank, self.world, self.device = ranks_here()
-        self.mesh = make_mesh(self.device.type, self.world, settings.replicas)
+        replicas, kind = settings.replicas, self.device.type
+        if replicas == 1:
+            self.mesh = init_device_mesh(kind, (self.world,))
+        else:  # a row of ranks for each replica
+            shape = replicas, self.world // replicas
+            self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         self.roomy = False
         self.parts: list[FSDPModule] = []  # the policy's modules that are each gathered and reduced at once
 
@@ -67,9 +72,6 @@ class Fsdp2Backend(LocalBackend):
         for module in _parts(self.models[which]) if last else ():
             module.reshard()  # whole weights would be stale after the next change of their shards
         return scores
-
-    def gather(self, stats: TokenStats) -> TokenStats:
-        return gather_stats(stats)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, shard in self.master.model.named_parameters():
@@ -122,13 +124,6 @@ class Fsdp2Backend(LocalBackend):
             return self.device.type == "cpu"
         held = sum(p.numel() * bytes_each for p in policy.parameters())
         return held < share * torch.cuda.get_device_properties(self.device).total_memory
-
-
-def make_mesh(device: str, world: int, replicas: int) -> DeviceMesh:
-    """The device mesh: one dimension of `world` ranks; with several `replicas`, a row of ranks for each."""
-    if replicas == 1:
-        return init_device_mesh(device, (world,))
-    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 #: How long a failed rank waits for the outcomes of the others.
 GRACE_SECONDS: Final = 20.0
+#: Errors after which a single trainer continues, too.
+SURVIVED: Final = (UserError, StaleCommand)
 _FOREVER: Final = timedelta(days=20)
 PACKAGE: Final = "areal_tasks/"
 
@@ -64,24 +66,14 @@ def disagreement(outcomes: Sequence[Outcome]) -> str | None:
 class Group:
     """This process as one of the trainer's ranks. Without a store it is the only rank, and nothing is exchanged.
 
-    All ranks make the same calls in the same order. `survived` are errors after which a single trainer continues, too.
+    All ranks make the same calls in the same order.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world: int = 1,
-        store: Store | None = None,
-        survived: tuple[type[Exception], ...] = (UserError, StaleCommand),
-        grace_seconds: float = GRACE_SECONDS,
-        local_world: int = 0,
-    ) -> None:
+    def __init__(self, rank: int = 0, world: int = 1, store: Store | None = None, local_world: int = 0) -> None:
         self.rank = rank
         self.world = world
         self.store = store
-        self.survived = survived
         self.ranks_here = local_world or world  # on this machine
-        self.grace = timedelta(seconds=grace_seconds)
         self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
         self._shared = 0
@@ -109,67 +101,52 @@ class Group:
         command = self.store.get(f"command/{self._command}").decode()
         try:
             self._agreed(lambda: run(command), state)
-        except self.survived as error:
+        except SURVIVED as error:
             log.info("rank %d: %s", self.rank, error)  # rank 0 reports it
 
     @property
-    def _first_here(self) -> int:
+    def first_here(self) -> int:
         """The first rank of this machine."""
         return self.rank - self.rank % self.ranks_here
 
-    @property
-    def leads_its_machine(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.rank == self._first_here
-
     def from_first_here(self, work: Callable[[], str]) -> str:
-        """Run `work` on the first rank of each machine; all ranks there return its text, or raise its UserError."""
-        if self.store is None:
-            return work()
-        self._share(_attempt(work) if self.leads_its_machine else None)
-        return self._text_of(self._first_here)
-
-    def from_ranks_here(self, mine: str) -> list[str]:
-        """The texts of all ranks of this machine, in order; `mine` is this rank's."""
-        if self.store is None:
-            return [mine]
-        self._share({"text": mine})
-        return [self._text_of(self._first_here + rank) for rank in range(self.ranks_here)]
+        """Run `work` on the first rank of each machine; all ranks there return its text. Errors as in `together`."""
+        return self._shares(work if self.rank == self.first_here else str)[1][self.first_here]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; returns this rank's result once all have one, or raises the first UserError."""
+        """Run `work` on every rank; returns this rank's result once all have one.
+
+        Raises:
+            UserError: on every rank; the first one of any rank, or its OSError: no rank waits for one that failed.
+        """
+        return self._shares(work)[0]
+
+    def _shares(self, work: Callable[[], T]) -> tuple[T, list[str]]:
+        """The result of `work` on this rank, and those of all ranks that are texts. Errors as in `together`."""
         if self.store is None:
-            return work()
-        try:
-            result, found = work(), {"text": ""}
-        except UserError as error:
-            found = {"error": str(error)}
-        self._share(found)
-        for posted in self._gathered([*map(self._shared_by, range(self.world))], self._shared_by("all")):
-            _text(posted)
-        return result
-
-    def _share(self, found: dict[str, str] | None) -> None:
-        """Post what this rank has found, if anything, for the others; all ranks begin with this."""
+            result = work()
+            return result, [_if_text(result)]
         self._shared += 1
-        if found is not None:
-            self._post(self._shared_by(self.rank), json.dumps(found))
+        prefix = f"shared/{self._command}/{self._shared}/"
+        try:
+            result = work()
+            found = {"text": _if_text(result)}
+        except (UserError, OSError) as error:
+            found = {"error": text_of(error)}
+        self._post(f"{prefix}{self.rank}", json.dumps(found))
+        of_ranks = [json.loads(text) for text in self._gathered(prefix)]
+        for one in of_ranks:
+            if "error" in one:
+                raise UserError(one["error"])
+        return result, [one["text"] for one in of_ranks]
 
-    def _shared_by(self, rank: int | str) -> str:
-        return f"shared/{self._command}/{self._shared}/{rank}"
-
-    def _text_of(self, rank: int) -> str:
-        assert self.store is not None
-        key = self._shared_by(rank)
-        self.store.wait([key], _FOREVER)
-        return _text(self.store.get(key).decode())
-
-    def _gathered(self, keys: list[str], into: str, timeout: timedelta = _FOREVER) -> list[str]:
-        """On every rank: the values of `keys`, once all are posted. Rank 0 reads them for all and posts them as `into`.
+    def _gathered(self, prefix: str, timeout: timedelta = _FOREVER) -> list[str]:
+        """On every rank: what each has posted as `prefix` with its number, once all have. Rank 0 reads it for all.
 
         If each rank read all keys, 256 ranks would need 9 s (`benchmarks.control_plane_ranks`).
         """
         assert self.store is not None
+        keys, into = [f"{prefix}{rank}" for rank in range(self.world)], f"{prefix}all"
         if self.rank == 0:
             self.store.wait(keys, timeout)
             self._post(into, json.dumps([value.decode() for value in self.store.multi_get(keys)]))
@@ -196,60 +173,40 @@ class Group:
         self._posted.append(key)
 
     def _agreed(self, work: Callable[[], T], state: Callable[[], str]) -> T:
+        """The result of `work`, once the outcomes of all ranks agree; otherwise raises as `lead` does."""
         error: Exception | None = None
         try:
             result = work()
         except Exception as caught:
             error = caught
-            log.log(
-                logging.INFO if self._survives(error) else logging.ERROR, "rank %d failed", self.rank, exc_info=error
-            )
-        text = "" if error is None else text_of(error)
-        self._compare(Outcome(self.rank, state(), text, self._survives(error)))
+        harmless = error is None or isinstance(error, SURVIVED)
+        if error is not None:
+            log.log(logging.INFO if harmless else logging.ERROR, "rank %d failed", self.rank, exc_info=error)
+        outcomes = self._exchange(Outcome(self.rank, state(), text_of(error) if error else "", harmless))
+        failed = [o for o in outcomes if o.error]
+        if (problem := disagreement(outcomes)) is not None:
+            raise GroupBroken(problem, bool(failed) and all(o.harmless for o in failed))
         if error is not None:
             raise error
-        return result
-
-    def _survives(self, error: Exception | None) -> bool:
-        return error is None or isinstance(error, self.survived)
-
-    def _compare(self, mine: Outcome) -> None:
-        """Exchange and compare outcomes. Raises GroupBroken, or a UserError if only other ranks have failed."""
-        outcomes = self._exchange(mine)
-        problem = disagreement(outcomes)
-        failed = [o for o in outcomes if o.error]
-        if problem is not None:
-            raise GroupBroken(problem, bool(failed) and all(o.harmless for o in failed))
-        if failed and not mine.error:
+        if failed:
             raise UserError(f"rank {failed[0].rank}: {failed[0].error}")
+        return result
 
     def _exchange(self, mine: Outcome) -> list[Outcome]:
         assert self.store is not None
-        keys = [f"outcome/{self._command}/{rank}" for rank in range(self.world)]
-        self._post(keys[self.rank], json.dumps(asdict(mine)))
+        prefix = f"outcome/{self._command}/"
+        self._post(f"{prefix}{self.rank}", json.dumps(asdict(mine)))
         try:
-            texts = self._gathered(keys, f"outcomes/{self._command}", self.grace if mine.error else _FOREVER)
+            texts = self._gathered(prefix, timedelta(seconds=GRACE_SECONDS) if mine.error else _FOREVER)
         except RuntimeError as error:  # torch's DistStoreError: this rank failed, and the others posted no outcome
             raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
-        found = [Outcome(**json.loads(text)) for text in texts]
         for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)
-        return found
+        return [Outcome(**json.loads(text)) for text in texts]
 
 
-def _text(posted: str) -> str:
-    """The text that an `_attempt` posted. Raises the UserError that it posted instead."""
-    found: dict[str, str] = json.loads(posted)
-    if "error" in found:
-        raise UserError(found["error"])
-    return found["text"]
-
-
-def _attempt(work: Callable[[], str]) -> dict[str, str]:
-    try:
-        return {"text": work()}
-    except UserError as error:
-        return {"error": str(error)}
+def _if_text(result: object) -> str:
+    return result if isinstance(result, str) else ""
 
 
 def text_of(error: Exception) -> str:

@@ -20,15 +20,21 @@ from areal_tasks.data.batching import (
     Layout,
     counted_tokens,
     make_layout,
-    micro_batches,
-    minibatches,
 )
-from areal_tasks.engines.trainer.backend import Progress, TokenLoss, TokenStats
+from areal_tasks.engines.trainer.backend import Progress, TokenLoss
 from areal_tasks.engines.trainer.fencing import Declined
-from areal_tasks.engines.trainer.forward import ahead, background_thread, fetch, move, pinned, staged
+from areal_tasks.engines.trainer.forward import ahead, fetch, move, pinned, staged
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import peak_bytes, watch_peak
-from areal_tasks.engines.trainer.metrics import SampleMeans, over_ranks, step_statistics, steps_table, summary, totals
+from areal_tasks.engines.trainer.metrics import (
+    SampleMeans,
+    TokenStats,
+    over_ranks,
+    step_statistics,
+    steps_table,
+    summary,
+    totals,
+)
 from areal_tasks.engines.trainer.objective import (
     Objective,
     agreement,
@@ -41,27 +47,10 @@ from areal_tasks.engines.trainer.objective import (
     stat_names,
 )
 from areal_tasks.engines.trainer.optimizer import learning_rate
-from areal_tasks.engines.trainer.rows import (
-    LEAST_COMPARED,
-    Batch,
-    Samples,
-    aligned,
-    make_table,
-    staleness_metrics,
-    staleness_totals,
-)
+from areal_tasks.engines.trainer.plan import Plan, Rows, passes_of, passes_of_rank
+from areal_tasks.engines.trainer.rows import LEAST_COMPARED, Batch, make_table, staleness_metrics, staleness_totals
 from areal_tasks.engines.trainer.settings import Settings
 from schemas.errors import UserError
-
-Rows = Int[Tensor, " _"]  # indices of samples in the batch
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The minibatch and micro-batch of each sample; `LEFT_OUT` for those that are not trained on."""
-
-    minibatch: Int[Tensor, " B"]
-    micro_batch: Int[Tensor, " B"]
 
 
 @dataclass
@@ -87,20 +76,8 @@ class Minibatch:
     mine: list[Rows]
 
 
-@dataclass(frozen=True)
-class Pass:
-    """The input of a forward and backward pass: its layout and token weights, page-locked if a GPU computes it."""
-
-    layout: Layout
-    weights: Float[Tensor, " T"]
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Results of a minibatch's passes, which may still be queued on the device."""
-
-    totals: Float[Tensor, "3 K"]
-    stats: TokenStats  # in host memory, valid once the device is synchronised
+#: The input of a forward and backward pass: its layout and token weights, page-locked if a GPU computes it.
+Pass = tuple[Layout, Float[Tensor, " T"]]
 
 
 @dataclass(frozen=True)
@@ -111,28 +88,6 @@ class Learned:
     train_samples: pa.Table
     metrics: dict[str, float]
     progress: Progress
-
-
-def make_plan(samples: Samples, settings: Settings, iteration: int, world: int = 1) -> Plan:
-    """Divide the kept samples into minibatches, and each of these into micro-batches within the token budget.
-
-    The number of micro-batches is a multiple of `world`, the number of ranks, if there are enough samples.
-    """
-    assigned = samples.minibatch
-    if assigned is None:
-        assigned = minibatches(samples.kept, settings.minibatches, settings.seed, iteration)
-    micro = torch.full_like(assigned, LEFT_OUT)
-    for number in range(settings.minibatches):
-        rows = torch.nonzero(assigned == number)[:, 0]
-        lengths = samples.lengths[rows]
-        micro[rows] = micro_batches(lengths, settings.trainer.micro_batch_tokens, settings.trainer.layout, world)
-    return Plan(assigned, micro)
-
-
-def recorded_plan(samples: Samples, train_samples: pa.Table) -> Plan:
-    """The plan that a committed iteration followed, from its `train_samples`."""
-    table = aligned(train_samples, samples.ids, "train_samples")
-    return Plan(*(torch.tensor(table[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
 
 
 def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Objective:
@@ -151,41 +106,6 @@ def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
     found = torch.zeros(len(counted))
     found[counted] = sequence_log_ratios(log_ratios, counted_tokens(batch.sequences, batch.rows))
     return found
-
-
-def passes_of_rank(passes: list[Rows], rank: int, world: int) -> list[Rows]:
-    """Every `world`-th of the passes, and an empty one if other ranks have one more: all ranks need equally many."""
-    rounds = -(-len(passes) // world)
-    mine = passes[rank::world]
-    return mine + [torch.zeros(0, dtype=torch.int64)] * (rounds - len(mine))
-
-
-def passes_of(plan: Plan, number: int) -> list[Rows]:
-    """The samples of each pass over minibatch `number`."""
-    rows = torch.nonzero(plan.minibatch == number)[:, 0]
-    micro, order = plan.micro_batch[rows].sort(stable=True)
-    sizes = torch.bincount(micro)
-    return list(torch.split(rows[order], sizes[sizes > 0].tolist()))
-
-
-def rank_of_samples(plan: Plan, world: int) -> Int[Tensor, " B"]:
-    """The rank that reads each sample: the one that trains on it; what is left out is divided evenly.
-
-    Samples that are left out are read, too, because their tokens are checked.
-    """
-    found = torch.empty_like(plan.minibatch)
-    left_out = torch.nonzero(plan.minibatch == LEFT_OUT)[:, 0]
-    found[left_out] = torch.arange(len(left_out)) % world
-    for number in torch.bincount(plan.minibatch[plan.minibatch != LEFT_OUT]).nonzero()[:, 0].tolist():
-        passes = passes_of(plan, number)
-        places = torch.arange(len(passes)).repeat_interleave(torch.tensor([len(rows) for rows in passes]))
-        found[torch.cat(passes)] = places % world  # as in `passes_of_rank`
-    return found
-
-
-def samples_of(passes: list[Rows]) -> Rows:
-    """The samples of these passes, in ascending order."""
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *passes]).sort().values
 
 
 class Learner:
@@ -218,8 +138,8 @@ class Learner:
         self._check_table()
         self.backend.use(self.settings.trainer)
         minibatches = [self._minibatch(number) for number in range(self.settings.minibatches)]
-        with background_thread(self.backend.device) as thread:
-            return self._learn(version, progress, minibatches, ahead(self._passes(minibatches), thread))
+        with ahead(self._passes(minibatches), self.backend.device) as passes:
+            return self._learn(version, progress, minibatches, passes)
 
     def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Iterator[Pass]) -> Learned:
         steps: list[dict[str, Any]] = []
@@ -229,17 +149,17 @@ class Learner:
         for minibatch in minibatches:
             started = time.perf_counter()
             watch_peak(self.backend.device)
-            computed = self._accumulate(minibatch, passes)
+            of_all, of_each = self._accumulate(minibatch, passes)
             self._collect(done, samples)
-            row = self._step(minibatch, computed, progress.step)
+            row = self._step(minibatch, of_all, progress.step)
             row["step_seconds"] = time.perf_counter() - started
             peaks.append(peak_bytes(self.backend.device))
-            done.append((computed.stats, self._measures(minibatch.number)))
+            done.append((of_each, self._measures(minibatch.number)))
             progress = Progress(progress.step + 1, progress.skipped_in_row + 1 if row["skipped"] else 0)
             steps.append({"version": version + 1, "step": progress.step, "minibatch": minibatch.number, **row})
             self._check_skipped(progress, row)
         self._collect(done, samples)
-        samples.place(self.backend.gather(samples.of(self.batch.rows)))
+        self.backend.add_up(samples.parts)
         for row, of_ranks in zip(steps, self._of_ranks([float(peak) for peak in peaks]), strict=True):
             row["peak_bytes"] = [int(peak) for peak in of_ranks]
         return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
@@ -247,9 +167,8 @@ class Learner:
     def _minibatch(self, number: int) -> Minibatch:
         """Minibatch `number` of the plan."""
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
-        passes = passes_of(self.plan, number)
-        mine = passes_of_rank(passes, self.backend.rank, self.backend.world)
-        return Minibatch(number, rows, self._sample_weights(rows), len(passes), mine)
+        mine = passes_of_rank(self.plan, number, self.backend.rank, self.backend.world)
+        return Minibatch(number, rows, self._sample_weights(rows), passes_of(self.plan, number), mine)
 
     def _passes(self, minibatches: list[Minibatch]) -> Iterator[Pass]:
         """This rank's passes over all minibatches, in order."""
@@ -257,12 +176,13 @@ class Learner:
         for minibatch in minibatches:
             for rows in minibatch.mine:
                 layout = staged(make_layout(self.batch.sequences, rows, kind), device)
-                yield Pass(layout, pinned(minibatch.weights[layout.samples], device))
+                yield layout, pinned(minibatch.weights[layout.samples], device)
 
-    def _step(self, minibatch: Minibatch, computed: Computed, step: int) -> dict[str, Any]:
+    def _step(self, minibatch: Minibatch, of_all: Float[Tensor, "3 K"], step: int) -> dict[str, Any]:
         """Make the optimizer step, unless no token counts; returns its row of `train_steps`."""
         rows = minibatch.rows
-        found = self._statistics(minibatch, computed)
+        overall = over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
+        found = step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
         if minibatch.number == 0:
             self._check_first(found)
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
@@ -277,16 +197,9 @@ class Learner:
             "micro_batches": minibatch.passes,
         }
 
-    def _statistics(self, minibatch: Minibatch, computed: Computed) -> dict[str, Any]:
-        """The statistics of all ranks' passes; waits for the device."""
-        own = TokenStats(computed.totals.cpu().view(-1, 1), torch.zeros(1, dtype=torch.int64))
-        overall = over_ranks(self.backend.gather(own).values)
-        return step_statistics(overall, int(self.counts[minibatch.rows].sum()), self._measures(minibatch.number))
-
     def _of_ranks(self, mine: Sequence[float]) -> list[list[float]]:
         """For each of these numbers, a list with those of all ranks."""
-        own = TokenStats(torch.tensor(mine, dtype=torch.float64)[:, None], torch.zeros(1, dtype=torch.int64))
-        found: list[list[float]] = self.backend.gather(own).values.tolist()
+        found: list[list[float]] = self.backend.of_ranks(torch.tensor(mine, dtype=torch.float64)).tolist()
         return found
 
     def _measures(self, number: int) -> bool:
@@ -316,10 +229,10 @@ class Learner:
 
     def _counts(self) -> Int[Tensor, " B"]:
         """How many tokens of each sample count."""
-        batch = self.batch
-        mine = TokenStats(counted_tokens(batch.sequences, batch.rows)[None].double(), batch.rows)
-        found = self.backend.gather(mine)
-        return torch.zeros_like(batch.lengths).index_copy_(0, found.samples, found.values[0].long())
+        counts = torch.zeros_like(self.batch.lengths)
+        counts[self.batch.rows] = counted_tokens(self.batch.sequences, self.batch.rows)
+        self.backend.add_up(counts)
+        return counts
 
     def _collect(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
         """Add this rank's statistics of finished minibatches to `samples`."""
@@ -335,22 +248,23 @@ class Learner:
         weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
         return weights
 
-    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> Computed:
+    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> tuple[Float[Tensor, "3 K"], TokenStats]:
         """Run this rank's forward and backward passes; the backend accumulates the gradients.
 
-        Does not wait for the device.
+        Returns the totals of their tokens, and the statistics of each in host memory, which are valid once the device
+        is synchronised: this does not wait for it.
         """
         device = self.backend.device
         values, weights = [torch.zeros(self.rows, 0, device=device)], [torch.zeros(0, device=device)]
         samples = [torch.zeros(0, dtype=torch.int64)]
-        for number, (rows, taken) in enumerate(zip(minibatch.mine, passes, strict=False), 1):
-            loss, last = self._token_loss(taken.layout), number == len(minibatch.mine)
-            weights.append(move(taken.weights, device))
-            values.append(self.backend.learn(taken.layout, weights[-1], loss, self.settings.temperature, last))
-            samples.append(taken.layout.samples)
+        for number, (rows, (layout, of_tokens)) in enumerate(zip(minibatch.mine, passes, strict=False), 1):
+            loss, last = self._token_loss(layout), number == len(minibatch.mine)
+            weights.append(move(of_tokens, device))
+            values.append(self.backend.learn(layout, weights[-1], loss, self.settings.temperature, last))
+            samples.append(layout.samples)
             self.work.add(len(rows) * self.backend.world)
         found = torch.cat(values, 1)
-        return Computed(totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples)))
+        return totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from jaxtyping import Float
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, TokenStats, Which, all_there
+from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
@@ -98,9 +99,18 @@ class LocalBackend:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def gather(self, stats: TokenStats) -> TokenStats:
-        """The statistics of all ranks, on the CPU: the same on every rank, in a fixed order."""
-        return stats
+    def of_ranks(self, mine: Shaped[Tensor, " n"]) -> Shaped[Tensor, "n ranks"]:
+        """These numbers of each rank, which are on the CPU: the same on every rank, in the order of ranks."""
+        if not dist.is_initialized():
+            return mine[:, None]
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return torch.stack(found, 1)
+
+    def add_up(self, numbers: Shaped[Tensor, "..."]) -> None:
+        """Replace numbers, which are on the CPU, by their sums over ranks: exact if all ranks but one have 0."""
+        if dist.is_initialized():
+            dist.all_reduce(numbers)
 
     def names(self) -> Names:
         """How the policy's tensors correspond to those of the checkpoint that it was loaded from."""

@@ -62,10 +62,6 @@ def _left_in_groups(own: Path, groups: Path) -> Iterator[int]:
     for folder in (groups / name, *(groups / name).parents):
         most, taken, stat = (folder / f"memory.{what}" for what in ("max", "current", "stat"))
         if all(file.exists() for file in (most, taken, stat)) and (limit := most.read_text().strip()) != "max":
-            yield int(limit) - int(taken.read_text()) + _cached(stat)
-
-
-def _cached(stat: Path) -> int:
-    """Bytes of files that the kernel keeps in memory for a group, and gives up when memory is asked for."""
-    found = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
-    return int(found.get("active_file", 0)) + int(found.get("inactive_file", 0))
+            found = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+            files = int(found.get("active_file", 0)) + int(found.get("inactive_file", 0))  # given up when asked for
+            yield int(limit) - int(taken.read_text()) + files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import effective_sample_size
-from areal_tasks.engines.trainer.backend import TokenStats
 from areal_tasks.engines.trainer.objective import COMPARED, STATS, WEIGHTS
 from areal_tasks.engines.trainer.rows import make_table
 from schemas.tables import TRAIN_STEPS
@@ -73,10 +72,17 @@ def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) ->
     }
 
 
+class TokenStats(NamedTuple):
+    """Per-token quantities of a minibatch, one row per quantity (see `objective.STATS`), and each token's sample."""
+
+    values: Float[Tensor, "K T"]
+    samples: Int[Tensor, " T"]
+
+
 class SampleMeans:
     """Means over the tokens of each sample, accumulated minibatch by minibatch.
 
-    Each rank has those of its own samples until it is given those of all ranks.
+    Each rank adds tokens of its own samples: the sum of all ranks' `parts` has all samples.
     """
 
     def __init__(self, samples: int) -> None:
@@ -95,14 +101,6 @@ class SampleMeans:
             sums[_GAP] = math.nan
         counts = torch.stack([lengths, _compared(stats, starts, lengths)])
         self.parts.index_add_(1, samples, torch.cat([counts.double(), sums]))
-
-    def of(self, samples: Int[Tensor, " n"]) -> TokenStats:
-        """The parts of these samples, to be sent to other ranks."""
-        return TokenStats(self.parts[:, samples], samples)
-
-    def place(self, stats: TokenStats) -> None:
-        """Replace the parts of some samples by those that other ranks have sent (`of`)."""
-        self.parts[:, stats.samples] = stats.values
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
         """Columns of `train_samples`. A sample without counted tokens gets ratio 1, gap NaN and otherwise zeros."""

@@ -48,7 +48,7 @@ def main() -> None:
         if group.rank == 0:
             serve(make_app(spec, group), spec)
             return
-        if group.leads_its_machine:
+        if group.rank == group.first_here:
             register(spec, f"rank://{group.rank}")  # ready; only rank 0 is asked
     _follow(spec, group)
 

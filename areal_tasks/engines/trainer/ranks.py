@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,14 +29,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Int, Shaped
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import HOST, family, group_interface, url_host
 from areal_tasks.engines.service import TOKEN, ServiceSpec, register
-from areal_tasks.engines.trainer.backend import TokenStats
 from areal_tasks.engines.trainer.group import Group, GroupBroken
 from areal_tasks.store.backend import Missing, open_store
 from areal_tasks.store.commit import read_record
@@ -249,41 +246,13 @@ def ranks_here() -> tuple[int, int, torch.device]:
     return rank, world, rank_device(local_rank, local_world)
 
 
-def gather_stats(stats: TokenStats) -> TokenStats:
-    """The statistics of all ranks, in the order of ranks, on the CPU."""
-    return TokenStats(_gather_columns(stats.values.cpu()), _gather_columns(stats.samples.cpu()[None])[0])
-
-
-def _gather_columns(mine: Tensor) -> Tensor:
-    """Matrices of equal height from all ranks, side by side."""
-    if dist.get_world_size() == 1:
-        return mine
-    widths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(widths, torch.tensor([mine.shape[1]]))
-    widest = max(int(w) for w in widths)
-    padded = [mine.new_zeros(mine.shape[0], widest) for _ in widths]
-    dist.all_gather(padded, torch.nn.functional.pad(mine, (0, widest - mine.shape[1])))
-    return torch.cat([part[:, : int(width)] for part, width in zip(padded, widths, strict=True)], 1)
-
-
-def gather_on_first(
-    mine: Shaped[Tensor, " n"], places: Callable[[int], Int[Tensor, " _"]], size: int, rank: int, world: int
-) -> Shaped[Tensor, " N"] | None:
-    """On rank 0: a vector of `size` elements, of which those of each rank are at `places(rank)`. Elsewhere none.
-
-    Other ranks hold only their own elements; rank 0 holds the vector and, at a time, those that one rank sends.
-    """
-    if rank > 0:
-        dist.send(mine, 0)
-        return None
-    whole = mine.new_zeros(size)
-    whole[places(0)] = mine
-    for other in range(1, world):
-        at = places(other)
-        theirs = mine.new_empty(len(at))
-        dist.recv(theirs, other)
-        whole[at] = theirs
-    return whole
+def gather_texts(mine: str) -> list[str]:
+    """A text of each rank, in order, of any length: the ranks' key-value store takes no value above 8 MiB."""
+    if not dist.is_initialized():
+        return [mine]
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, mine)
+    return texts
 
 
 def lead(name: str, at: tuple[str, int], size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from areal_tasks.data.batching import Sequences, in_whole_batch, make_sequences
+from areal_tasks.data.ragged import ragged
 from schemas.errors import UserError
 from schemas.tables import FLOATS, TABLES
 
@@ -72,24 +73,19 @@ def grpo_samples(tables: Mapping[str, pa.Table], version: int) -> Samples:
         UserError: rows are missing, or a token is newer than `version`.
     """
     rollout = tables["rollout"]
-    _check_versions(rollout, version)
+    newest = pc.max(rollout["version_max"]).as_py()
+    if newest is not None and newest > version:
+        raise UserError(f"the rollout has tokens of version {newest}, but version {version} trains on it")
     ids = _whole(rollout["sample_id"])
     kept = _tensor(aligned(tables["advantage"], ids, "advantage")["kept"])
     return Samples(ids, _tensor(rollout["num_tokens"]).long(), kept, None)
 
 
-def sft_samples(table: pa.Table) -> Samples:
-    """All demonstrations of an SFT `batch` table, which assigns each to a minibatch."""
-    kept = torch.ones(table.num_rows, dtype=torch.bool)
-    lengths, minibatch = (_tensor(table[name]).long() for name in ("num_tokens", "minibatch"))
-    return Samples(_whole(table["sample_id"]), lengths, kept, minibatch)
-
-
-def scored_samples(table: pa.Table) -> Samples:
-    """All samples of a rollout, to be scored as a single minibatch."""
+def text_samples(table: pa.Table) -> Samples:
+    """All samples of a table of TEXT: all are kept, in the minibatches that it prescribes, if it does."""
     lengths = _tensor(table["num_tokens"]).long()
-    kept = torch.ones(len(lengths), dtype=torch.bool)
-    return Samples(_whole(table["sample_id"]), lengths, kept, torch.zeros_like(lengths))
+    minibatch = _tensor(table["minibatch"]).long() if "minibatch" in table.column_names else None
+    return Samples(_whole(table["sample_id"]), lengths, torch.ones(len(lengths), dtype=torch.bool), minibatch)
 
 
 def grpo_batch(
@@ -121,11 +117,6 @@ def grpo_batch(
     if staleness is not None:
         columns["comparable"] = staleness.comparable.float()
     return _batch(samples, ids, sequences, columns, staleness)
-
-
-def sft_batch(table: pa.Table, samples: Samples | None = None) -> Batch:
-    """The batch in an SFT `batch` table, which holds some of `samples`; none: all of them."""
-    return text_batch(table, samples or sft_samples(table))
 
 
 def text_batch(table: pa.Table, samples: Samples) -> Batch:
@@ -179,8 +170,7 @@ def aligned(table: pa.Table, ids: pa.Array, name: str) -> pa.Table:
 
 def logprobs_table(name: str, ids: pa.Array, lengths: Int[Tensor, " B"], logprobs: Float[Tensor, " N"]) -> pa.Table:
     """The table `reference` or `proximal` from a flat column."""
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    lists = pa.ListArray.from_arrays(pa.array(ends.to(torch.int32).numpy()), pa.array(logprobs.numpy()), type=FLOATS)
+    lists = ragged(logprobs.numpy(), lengths.numpy(), FLOATS)
     return make_table(name, dict(zip(COLUMNS[name], (ids, lists), strict=True)))
 
 
@@ -188,19 +178,6 @@ def make_table(name: str, columns: Mapping[str, object]) -> pa.Table:
     """The table `name` of `schemas.tables` from its columns, cast to the declared types."""
     schema = TABLES[name]
     return pa.table({f.name: pa.array(columns[f.name], f.type) for f in schema}, schema=schema)
-
-
-def _check_versions(rollout: pa.Table, version: int) -> None:
-    newest = pc.max(rollout["version_max"]).as_py()
-    if newest is not None and newest > version:
-        raise UserError(f"the rollout has tokens of version {newest}, but version {version} trains on it")
-
-
-def _staleness(rollout: pa.Table, sequences: Sequences, version: int, max_lag: float) -> Staleness:
-    versions, stale_kv = (_flat(rollout, name, sequences) for name in AGES)
-    found = make_staleness(versions, stale_kv, sequences.counted, version)
-    check_lag(found, sequences, _whole(rollout["sample_id"]), version, max_lag)
-    return found
 
 
 def _check_lengths(name: str, lists: pa.Array, lengths: Int[Tensor, " B"]) -> None:
@@ -245,23 +222,18 @@ class Staleness:
         return (self.lag == 0) & ~self.stale_kv
 
 
-def make_staleness(
-    versions: Int[Tensor, " N"], stale_kv: Bool[Tensor, " N"], counted: Bool[Tensor, " N"], version: int
-) -> Staleness:
-    """The staleness of tokens sampled by `versions`, for a step of the policy `version`."""
-    return Staleness(torch.where(counted, version - versions, 0), stale_kv & counted)
-
-
-def check_lag(staleness: Staleness, sequences: Sequences, ids: pa.Array, version: int, bound: float) -> None:
-    """Refuse tokens that are more than `bound` versions older than `version`.
+def _staleness(rollout: pa.Table, sequences: Sequences, version: int, bound: float) -> Staleness:
+    """The staleness of tokens that the policy `version` trains on.
 
     Raises:
-        UserError: names the sample of the oldest token, its version, and the bound.
+        UserError: a token is more than `bound` versions older; names its sample, its version, and the bound.
     """
-    if not len(staleness.lag) or (lag := int(staleness.lag.max())) <= bound:
-        return
+    versions, stale_kv = (_flat(rollout, name, sequences) for name in AGES)
+    found = Staleness(torch.where(sequences.counted, version - versions, 0), stale_kv & sequences.counted)
+    if not len(found.lag) or (lag := int(found.lag.max())) <= bound:
+        return found
     owners = torch.arange(len(sequences.lengths)).repeat_interleave(sequences.lengths)
-    sample = ids[int(owners[int(staleness.lag.argmax())])].as_py()
+    sample = rollout["sample_id"][int(owners[int(found.lag.argmax())])].as_py()
     raise UserError(
         f"sample {sample} has a token of version {version - lag}, {lag} versions older than version {version}, which "
         f"would train on it; rollout.max_head_offpolicyness (η) allows {bound:g}. No step was made. Set η to {lag} at "

@@ -9,22 +9,21 @@ hold these weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from areal_tasks.data.batching import LayoutKind, Sequences, in_whole_batch, make_layout, make_sequences, micro_batches
+from areal_tasks.data.batching import LayoutKind, Sequences, in_whole_batch, make_layout, make_sequences, spans
 from areal_tasks.engines.trainer.backend import Which
-from areal_tasks.engines.trainer.forward import ahead, background_thread, staged
-from areal_tasks.engines.trainer.learner import Rows, Work, passes_of_rank, samples_of
+from areal_tasks.engines.trainer.forward import ahead, staged
+from areal_tasks.engines.trainer.learner import Work
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.ranks import gather_on_first
-from areal_tasks.engines.trainer.reading import places_of_rank
+from areal_tasks.engines.trainer.plan import Plan, Rows, passes_of_rank, rank_of_samples, scoring_plan
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
 from areal_tasks.engines.trainer.tables import SharedTables
 from schemas.recipe.training import Trainer
@@ -99,50 +98,60 @@ def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"] 
     return make_table("scored", columns)
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The weights by which tokens are scored, the temperature, and the layout of a pass."""
-
-    which: Which
-    temperature: float
-    layout: LayoutKind
-
-
 def score(
-    backend: LocalBackend, mine: Sequences, passes: list[Rows], how: Scoring, work: Work
+    backend: LocalBackend,
+    which: Which,
+    temperature: float,
+    mine: Sequences,
+    plan: Plan,
+    layout: LayoutKind,
+    work: Work,
 ) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
 
     Args:
+        which: the weights.
         mine: the tokens of this rank's samples.
-        passes: those of all ranks, which take them in turn.
+        plan: of all ranks; its only minibatch is what is scored.
+        layout: of a pass.
         work: counts the samples that are done.
     """
-    rank, world = backend.rank, backend.world
-    flat = _score(backend, mine, passes_of_rank(passes, rank, world), how, work)
-    places = partial(places_of_rank, passes, mine.lengths, world)
-    return gather_on_first(flat, places, int(mine.lengths.sum()), rank, world)
+    passes = passes_of_rank(plan, 0, backend.rank, backend.world)
+    scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
+    layouts = (staged(make_layout(mine, rows, layout), backend.device) for rows in passes)
+    with ahead(layouts, backend.device) as coming:
+        for number, (rows, made) in enumerate(zip(passes, coming, strict=False), 1):
+            scores.append(backend.score(made, temperature, which, number == len(passes)).logprobs)
+            places.append(made.where)
+            work.add(len(rows) * backend.world)
+    flat = torch.zeros(len(mine.input_ids))
+    flat[torch.cat(places)] = torch.cat(scores).cpu()
+    return _on_first(flat, mine.lengths, rank_of_samples(plan, backend.world), backend)
 
 
 def score_part(backend: LocalBackend, part: Part, trainer: Trainer, work: Work) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the tokens of a part under the policy. Elsewhere none."""
-    rank, world = backend.rank, backend.world
-    micro = micro_batches(part.lengths, trainer.micro_batch_tokens, trainer.layout, world)
-    passes = [torch.nonzero(micro == number)[:, 0] for number in torch.unique(micro).tolist()]
-    mine = part.sequences(samples_of(passes_of_rank(passes, rank, world)))
-    return score(backend, mine, passes, Scoring("policy", TEMPERATURE, trainer.layout), work)
+    plan = scoring_plan(part.lengths, trainer, backend.world)
+    mine = part.sequences(torch.nonzero(rank_of_samples(plan, backend.world) == backend.rank)[:, 0])
+    return score(backend, "policy", TEMPERATURE, mine, plan, trainer.layout, work)
 
 
-def _score(backend: LocalBackend, here: Sequences, mine: list[Rows], how: Scoring, work: Work) -> Float[Tensor, " n"]:
-    """Logprobs of the counted tokens that are here, 0 at the others, by this rank's passes."""
-    scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]
-    layouts = (staged(make_layout(here, rows, how.layout), backend.device) for rows in mine)
-    with background_thread(backend.device) as thread:
-        for number, (rows, layout) in enumerate(zip(mine, ahead(layouts, thread), strict=False), 1):
-            found = backend.score(layout, how.temperature, how.which, number == len(mine))
-            scores.append(found.logprobs)
-            places.append(layout.where)
-            work.add(len(rows) * backend.world)
-    flat = torch.zeros(len(here.input_ids))
-    flat[torch.cat(places)] = torch.cat(scores).cpu()
-    return flat
+def _on_first(
+    mine: Float[Tensor, " n"], lengths: Int[Tensor, " B"], owners: Int[Tensor, " B"], backend: LocalBackend
+) -> Float[Tensor, " N"] | None:
+    """On the first rank: the values of all tokens, from those of the samples that each rank owns. Elsewhere none.
+
+    Other ranks hold only their own; the first holds all of them and, at a time, those that one rank sends.
+    """
+    if backend.rank > 0:
+        dist.send(mine, 0)
+        return None
+    whole, starts = mine.new_zeros(int(lengths.sum())), lengths.cumsum(0) - lengths
+    samples = torch.split(owners.argsort(stable=True), torch.bincount(owners, minlength=backend.world).tolist())
+    for rank, rows in enumerate(samples):
+        at = spans(starts[rows], lengths[rows])
+        values = mine if rank == 0 else mine.new_empty(len(at))
+        if rank > 0:
+            dist.recv(values, rank)
+        whole[at] = values
+    return whole

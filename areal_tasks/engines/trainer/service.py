@@ -10,8 +10,8 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,22 +49,21 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learner, Work
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
-from areal_tasks.engines.trainer.ranks import end_group
-from areal_tasks.engines.trainer.reading import passes_and_batch, plan_and_batch
+from areal_tasks.engines.trainer.ranks import end_group, gather_texts
+from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import logprobs_table
-from areal_tasks.engines.trainer.scoring import Part, Scoring, read_part, score, score_part, scored_table
+from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, copy_description, largest_difference, remove_weights
+from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, largest_difference, read_description
 from areal_tasks.engines.trainer.tables import FetchedTables
 from areal_tasks.engines.trainer.transport import Sender, handles_of
-from areal_tasks.engines.trainer.writing import CheckpointWriter, usable
+from areal_tasks.engines.trainer.writing import CheckpointWriter
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.in_flight import LEDGER
-from areal_tasks.store.objects.files import common_folder, materialise, read_weights, upload
-from areal_tasks.store.parallel import concurrently
+from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.shards import write_table
 from schemas.errors import UserError, listed
-from schemas.manifest import FileRef, TableRef, WeightsRef
+from schemas.manifest import TableRef, WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -106,47 +105,49 @@ class Trainer:
         self.fence.admit(spec.owner)
         self.progress = Progress()
         self.work = Work()
-        self._own_scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
-        self.scratch = Path(self.group.from_first_here(lambda: self._own_scratch.name))  # one for a machine's ranks
-        self.tables = FetchedTables(self.group, self.scratch / "tables")
-        self.weights: Path | None = None  # the folder last loaded; its tokenizer is published with new weights
+        self._scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
+        own = Path(self._scratch.name)
+        self.tables = FetchedTables(self.group, own / "tables")
+        self.fetched = own / "weights"  # on the first rank of each machine, for all there
+        self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
         self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
-        self.writer = CheckpointWriter(self.store, self.group.ranks_here)
+        self.writer = CheckpointWriter(self.store, self.group)
         self.sending = spec.sending
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
         self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
 
     def run(self, command: Command) -> Message:
-        """Run the command, by the method of its name."""
+        """Run the command, by the method of its name, unless a later owner has superseded the command's."""
+        self.fence.admit(command.owner)
         with names_memory_knobs():
             answer: Message = getattr(self, command.name)(command)
             return answer
 
     def load(self, command: Load) -> Done:
         """Replace policy and optimizer. Without a checkpoint the optimizer is new, at the step the version implies."""
-        self.fence.admit(command.owner)
         source = command.checkpoint or command.weights
         if source.version != command.version:
             raise StaleCommand(
                 f"version {command.version} was asked for, but {source.path} holds version {source.version}"
             )
         weights = self._fetch(command.weights)
+        dtype, is_first = self.snapshot.dtype, self.group.rank == 0
+        self.description = self.group.together(lambda: read_description(weights, dtype) if is_first else {})
         saved = self._saved(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
         self.snapshot.forget()
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(*saved) if saved else fresh
-        self.weights, self.work = weights, Work()
+        self.work = Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
         return Done()
 
     def train(self, command: Train) -> Trained:
         """Train the next version, or recall the result in a retry; write the tables unless this is a retrain."""
-        self.fence.admit(command.owner)
         done = self.fence.recall(command.version, command.digest)
         if done is None:
             self.fence.expect(command.version)
@@ -155,7 +156,8 @@ class Trainer:
                 work = functools.partial(self._learn, learner, part, command.version)
                 done = self.fence.change(command.version, command.digest, work)
         if command.prefix is not None and not done.written and self.group.rank == 0:
-            done.written = self._write_tables(command.prefix, done.tables)
+            of = done.tables
+            done.written = {name: write_table(self.store, command.prefix, name, of[name]) for name in of}
         return Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
 
     def logprobs(self, command: Logprobs) -> Tables:
@@ -163,18 +165,17 @@ class Trainer:
 
         The policy gives the table `proximal`, version 0 the table `reference`.
         """
-        self.fence.admit(command.owner)
         if command.which == "policy":
             self.fence.expect(command.version)
         else:
             self._need_reference()
         name = "proximal" if command.which == "policy" else "reference"
         tables = self.tables.fetch(self.store, {"rollout": command.table}, keeps=True)
-        passes, batch = passes_and_batch(tables, self.settings)
+        plan, batch = plan_and_texts(tables, self.settings)
         with one_core(self.backend.device, self.settings.trainer):
             self.work = Work(len(batch.lengths))
-            how = Scoring(command.which, self.settings.temperature, self.settings.trainer.layout)
-            whole = score(self.backend, batch.sequences, passes, how, self.work)
+            layout, temperature = self.settings.trainer.layout, self.settings.temperature
+            whole = score(self.backend, command.which, temperature, batch.sequences, plan, layout, self.work)
             self._make_room()
         if whole is None:
             return Tables(tables={})
@@ -189,7 +190,9 @@ class Trainer:
     def publish(self, command: Publish) -> Written:
         """Write the weights as a Hugging Face folder, with the tokenizer they were loaded with."""
         with self._kept(command) as snapshot:
-            return Written(files=self._published(snapshot, command))
+            if self.group.rank > 0:
+                return Written(files=())
+            return Written(files=snapshot.save(self.store, command.prefix, self.description))
 
     def send(self, command: Send) -> Sent:
         """Send the weights to inference servers directly; returns when all servers that did not fail hold them."""
@@ -205,19 +208,16 @@ class Trainer:
 
     def checkpoint(self, command: Checkpoint) -> Done:
         """Copy the whole training state, and begin to write it. Nothing is visible until the caller commits it."""
-        self.fence.admit(command.owner)
         self.fence.expect(command.version)
         self.writer.begin(command.prefix, lambda folder: self.backend.plan_checkpoint(folder, self.progress))
         return Done()
 
     def finish(self, command: Finish) -> Finished:
         """The files of the checkpoint that was begun last, once all ranks have written theirs."""
-        self.fence.admit(command.owner)
         return Finished(files=self.writer.finish(command.prefix, command.wait))
 
     def compare(self, command: Compare) -> Compared:
         """Compare the policy, as it would be published, with weights of that version in the store."""
-        self.fence.admit(command.owner)
         self.fence.expect(command.version)
         folder = self._fetch(command.weights)
         with self._kept(command) as snapshot:
@@ -227,27 +227,11 @@ class Trainer:
     def clear(self) -> None:
         """Delete what a command has fetched from the store, once all ranks have ended the command.
 
-        Each rank deletes its tables, since another one may have begun to fetch those of the next command. What the
-        ranks of a machine share, its first rank deletes. The files of the loaded weights that describe model and
-        tokenizer stay: they are published with new weights. So does a rollout that was scored, until another command
-        reads tables. What cannot be deleted now is deleted after the next command; the one that has ended does not
-        fail for it.
+        Not a rollout that was scored, which the next command may train on. What cannot be deleted now is deleted
+        after the next command; the one that has ended does not fail for it.
         """
         self.tables.clear()
-        if not self.group.leads_its_machine:
-            return
-        with suppress(OSError):
-            for folder in self.scratch.iterdir():
-                self._clear(folder)
-
-    def _clear(self, folder: Path) -> None:
-        if folder == self.tables.folder:
-            return
-        if folder != self.weights:
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        with suppress(OSError):
-            remove_weights(folder)
+        shutil.rmtree(self.fetched, ignore_errors=True)
 
     def state(self) -> str:
         """What all ranks must agree on after a command."""
@@ -300,9 +284,6 @@ class Trainer:
         self._make_room()
         return Change(learned.metrics, tables, {})
 
-    def _write_tables(self, prefix: str, tables: Mapping[str, pa.Table]) -> dict[str, TableRef]:
-        return {name: write_table(self.store, prefix, name, table) for name, table in tables.items()}
-
     def _make_room(self) -> None:
         """Release the GPU memory that torch caches, for servers on that GPU."""
         if self.settings.makes_room:
@@ -317,17 +298,6 @@ class Trainer:
         self.backend.load_reference(self._fetch(self.initial))
         self.has_reference = True
 
-    def _published(self, snapshot: Snapshot, command: Publish) -> tuple[FileRef, ...]:
-        """On rank 0: write the snapshot and the files that describe the model; returns the files sorted by path."""
-        if self.backend.rank > 0 or self.weights is None:
-            return ()
-        with tempfile.TemporaryDirectory(prefix="areal-published-") as folder:  # `clear` leaves it alone
-            with usable(self.store, command.prefix):
-                copy_description(self.weights, Path(folder), snapshot.dtype)
-            with concurrently(lambda: upload(self.store, command.prefix, Path(folder))) as described:
-                files = snapshot.save(self.store, command.prefix)
-        return tuple(sorted([*files, *described.result()], key=lambda file: file.path))
-
     def _keep(self, version: int) -> None:
         """Gather the policy's full weights as they are published, once per version; every rank takes part.
 
@@ -339,18 +309,14 @@ class Trainer:
         held, shares = self.backend.named_weights(), self.backend.rank in self.sending
         keep = shares or self.backend.rank == 0
         with self.snapshot.lock:
-            self.handles = self._of_ranks("")  # no server reads those of another rank while the first has the lock
+            self.group.together(lambda: None)  # no server reads those of another rank while the first has the lock
             self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
-            self.handles = self._of_ranks(handles_of(self.snapshot.tensors) if shares else "")
-
-    def _of_ranks(self, handles: str) -> list[str]:
-        """The handles of all ranks, which are on one machine if any of them is `sending`."""
-        return self.group.from_ranks_here(handles) if self.sending else []
+            if self.sending:
+                self.handles = gather_texts(handles_of(self.snapshot.tensors) if shares else "")
 
     @contextmanager
     def _kept(self, command: Command) -> Iterator[Snapshot]:
         """The weights of the command's version, locked inside the context."""
-        self.fence.admit(command.owner)
         self._keep(command.version)
         with self.snapshot.lock:
             yield self.snapshot
@@ -359,8 +325,9 @@ class Trainer:
         """A checkpoint's folder, where its index is, and how to get the files that the ranks of this machine read."""
 
         def fetch(names: Collection[str]) -> None:
-            texts = self.group.from_ranks_here(json.dumps(sorted(names)))
-            self._fetch(ref, {name for text in texts for name in json.loads(text)})
+            first, texts = self.group.first_here, gather_texts(json.dumps(sorted(names)))
+            of_ranks_here = map(json.loads, texts[first : first + self.group.ranks_here])
+            self._fetch(ref, {name for of_rank in of_ranks_here for name in of_rank})
 
         return self._fetch(ref, {METADATA}), fetch
 
@@ -372,8 +339,8 @@ class Trainer:
         return Path(self.group.from_first_here(lambda: str(self._materialise(ref, names))))
 
     def _materialise(self, ref: WeightsRef, names: Collection[str] | None) -> Path:
-        into = self.scratch / f"{ref.digest[:16]}-{ref.version}"
-        into.mkdir(exist_ok=True)
+        into = self.fetched / f"{ref.digest[:16]}-{ref.version}"
+        into.mkdir(parents=True, exist_ok=True)
         files = read_weights(self.store, ref).files
         named = {file.path.removeprefix(f"{common_folder(files)}/"): file for file in files}
         if lacking := set(names or ()) - named.keys():

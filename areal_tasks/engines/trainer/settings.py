@@ -12,7 +12,7 @@ from schemas.errors import UserError
 from schemas.recipe.derived import is_decoupled, needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 from schemas.recipe.sections import Model, Rollout
-from schemas.recipe.training import Grpo, Trainer
+from schemas.recipe.training import Trainer
 
 AT_MOST_1: Final = Bound("cap", 1.0)
 
@@ -71,7 +71,9 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         mean=algorithm.loss,
         clip_ratio=algorithm.clip_ratio,
         kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,
-        behaviour=_bound(algorithm),
+        behaviour=Bound("cap", algorithm.tis_cap)
+        if algorithm.tis_bound == "cap"
+        else Bound("mask", algorithm.tis_high, algorithm.tis_low),
         sequence_weights=is_decoupled(recipe) and algorithm.tis_level == "sequence",
         log_ratio_limit=algorithm.max_log_ratio or math.inf,
         max_logprob_gap=algorithm.max_logprob_gap,
@@ -79,12 +81,6 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         own_proximal=is_decoupled(recipe) and not needs_proximal(recipe),
         max_lag=_max_lag(recipe.rollout),
     )
-
-
-def _bound(algorithm: Grpo) -> Bound:
-    if algorithm.tis_bound == "cap":
-        return Bound("cap", algorithm.tis_cap)
-    return Bound("mask", algorithm.tis_high, algorithm.tis_low)
 
 
 def _max_lag(rollout: Rollout) -> float | None:

@@ -10,10 +10,8 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -75,22 +73,23 @@ class Snapshot:
         with self.lock:
             self.version = None
 
-    def save(self, store: Store, prefix: str) -> list[FileRef]:
-        """Write the tensors as safetensors under `prefix`: one file, or several of about SHARD_BYTES and their index.
+    def save(self, store: Store, prefix: str, others: Mapping[str, bytes]) -> tuple[FileRef, ...]:
+        """Write the tensors as safetensors under `prefix`, in files of about SHARD_BYTES, and `others` by their names.
 
         Writing and hashing run concurrently, and together take as long as the longer of the two, which for a large file
-        may be hashing.
+        may be hashing. Returns the files sorted by path.
         """
         shards = _shards(self.tensors)
         names = _file_names(len(shards))
         largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
-        coming = [(f"{prefix}/{name}", partial(_content, *self._copied(shard))) for name, shard in largest_first]
-        if len(shards) > 1:
-            index = json.dumps(_index(names, shards), indent=1).encode()
-            coming.append((f"{prefix}/model.safetensors.index.json", partial(list, [index])))
+        index = {} if len(shards) == 1 else {"model.safetensors.index.json": _index(names, shards)}
+        coming: list[tuple[str, Callable[[], Content]]] = [
+            *((f"{prefix}/{name}", partial(_content, *self._copied(shard))) for name, shard in largest_first),
+            *((f"{prefix}/{name}", partial(list, [data])) for name, data in {**others, **index}.items()),
+        ]
         work = [partial(make, *one) for one in coming for make in (_named, partial(_put, store))]
         made = parallel(lambda make: make(), work, max(_THREADS, os.cpu_count() or 1))
-        return [file for file in made if file is not None]
+        return tuple(sorted((file for file in made if file is not None), key=lambda file: file.path))
 
     def host(self) -> Named:
         """The tensors in host memory."""
@@ -109,22 +108,13 @@ class Snapshot:
         return {name: self.mirror[name] for name in tensors}, done.synchronize
 
 
-def copy_description(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy the files that describe model and tokenizer from `source` to `folder`, for weights in `dtype`."""
-    for file in sorted(source.iterdir()):
-        if file.suffix in DESCRIPTION and not file.name.endswith(".index.json") and file.name != "config.json":
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text())
+def read_description(folder: Path, dtype: torch.dtype) -> dict[str, bytes]:
+    """The files of `folder` that describe model and tokenizer, by name, for weights in `dtype`."""
+    config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # the key's older name
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
-
-
-def remove_weights(folder: Path) -> None:
-    """Delete the files of `folder` that `copy_description` does not need; those that cannot be deleted stay."""
-    for file in folder.iterdir():
-        if file.suffix not in DESCRIPTION:
-            with suppress(OSError):
-                file.unlink()
+    text = json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2)
+    files = [f for f in folder.iterdir() if f.suffix in DESCRIPTION and not f.name.endswith(".index.json")]
+    return {file.name: file.read_bytes() for file in files} | {"config.json": text.encode()}
 
 
 def largest_difference(tensors: Named, folder: Path) -> float:
@@ -187,11 +177,11 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _index(names: Sequence[str], shards: Sequence[Named]) -> dict[str, object]:
+def _index(names: Sequence[str], shards: Sequence[Named]) -> bytes:
     """The index that Hugging Face's loaders read to find each tensor."""
     total = sum(_size(shard) for shard in shards)
     places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    return {"metadata": {"total_size": total}, "weight_map": places}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()
 
 
 def _content(tensors: Named, wait: Wait) -> Content:

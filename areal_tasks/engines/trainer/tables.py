@@ -7,17 +7,17 @@ store gives each file once, to one rank, which alone decodes it. Rows travel ove
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from areal_tasks.engines.trainer.group import Group
@@ -27,9 +27,12 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_file, schema_of
 from schemas.manifest import ShardRef, TableRef
 
+#: The rank that gets a row which is not asked for.
+_NONE: Final = -1
+
 
 class FetchedTables:
-    """This rank's part of the files that the last command named: in the store, or in a folder of its own in `folder`.
+    """This rank's part of the files that the last command named: in the store, or in `folder`, its own.
 
     They stay there for the next command if that last one `keeps` them: training reads the rollout that was scored.
     """
@@ -57,18 +60,12 @@ class FetchedTables:
     def clear(self) -> None:
         """Delete what this rank has fetched, unless it is kept."""
         if not self.keeps:
-            shutil.rmtree(self._own, ignore_errors=True)
-
-    @property
-    def _own(self) -> Path:
-        """Where this rank fetches to; no other rank touches it."""
-        return self.folder / str(self.group.rank)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _fetch(self, store: Store, shards: Sequence[ShardRef]) -> list[Path]:
         """Have these files on this disk, verified, and no others in the folder."""
-        folder = self._own
-        files = [store.local(shard.path) or folder / f"{shard.sha256}.parquet" for shard in shards]
-        for file in set(folder.glob("*")) - set(files):
+        files = [store.local(shard.path) or self.folder / f"{shard.sha256}.parquet" for shard in shards]
+        for file in set(self.folder.glob("*")) - set(files):
             file.unlink()
         once = dict(zip(files, shards, strict=True))  # two shards of equal content are one file
         parallel(lambda file: have_file(store, once[file], file), list(once))
@@ -104,13 +101,17 @@ class SharedTables:
         world = self.group.world
         found = {name: [schema_of(name, wanted).empty_table()] for name, wanted in columns.items()}
         for first in range(0, len(self.names), world):
-            names = self.names[first : first + world]
-            if columns.keys().isdisjoint(names):
+            of_ranks = enumerate(self.names[first : first + world])
+            wanted = {rank: name for rank, name in of_ranks if name in columns}
+            if not wanted:
                 continue
             mine = self.group.together(partial(self._mine, first // world, columns, ids, ranks))
-            for name, part in zip(names, exchanged(mine, self.links), strict=False):
-                if part is not None:
-                    found[name].append(part)
+            if ranks is None or world == 1:
+                parts = [_given_to_all(mine, root, self.group, self.links) for root in wanted]
+            else:
+                parts = _exchanged(mine, wanted, world, self.links)
+            for name, part in zip(wanted.values(), parts, strict=True):
+                found[name].append(part)
         return {name: pa.concat_tables(parts) for name, parts in found.items()}
 
     def _mine(
@@ -119,55 +120,66 @@ class SharedTables:
         columns: Mapping[str, Sequence[str]],
         ids: pa.Array | None,
         ranks: Int[Tensor, " B"] | None,
-    ) -> list[pa.Table | None]:
-        """What each rank gets of this rank's file `number`; nothing if there is none, or it is of another table."""
-        world, place = self.group.world, number * self.group.world + self.group.rank
+    ) -> list[pa.Table]:
+        """The rows of this rank's file `number` for each rank; a single table if all get the same.
+
+        Empty if there is no such file, or it is of another table.
+        """
+        place = number * self.group.world + self.group.rank
         if place >= len(self.names) or self.names[place] not in columns:
-            return [None] * world
-        name = self.names[place]
-        part = read_file(name, self.files[number], columns[name])
-        return divided(part, ids, ranks, world)
+            return []
+        part = read_file(self.names[place], self.files[number], columns[self.names[place]])
+        if ids is None:
+            return [part]
+        found = pc.index_in(ids, value_set=part["sample_id"].combine_chunks())  # a file has fewer samples than `ids`
+        owners = torch.full((part.num_rows,), _NONE)
+        of_ids = torch.zeros(len(ids), dtype=torch.int64) if ranks is None else ranks
+        owners[torch.tensor(found.drop_null().to_numpy())] = of_ids[torch.tensor(found.is_valid().to_numpy(False))]
+        if (owners == _NONE).any():
+            part, owners = part.filter(pa.array((owners != _NONE).numpy())), owners[owners != _NONE]
+        return [part] if ranks is None or self.group.world == 1 else _divided(part, owners, self.group.world)
 
 
-def divided(part: pa.Table, ids: pa.Array | None, ranks: Int[Tensor, " B"] | None, world: int) -> list[pa.Table | None]:
-    """The rows of `part` for each of `world` ranks, in their order; arguments as for `SharedTables.read`."""
-    if ids is None:
-        return [part] * world
-    rows = pc.index_in(part["sample_id"], value_set=ids).combine_chunks()
-    part, rows = part.filter(rows.is_valid()), rows.drop_null()
-    if ranks is None or world == 1:
-        return [part] * world
-    of = ranks[torch.tensor(rows.to_numpy())]
-    sizes = torch.bincount(of, minlength=world)
-    sorted_by_rank = part.combine_chunks().take(pa.array(of.argsort(stable=True).numpy()))
+def _divided(part: pa.Table, owners: Int[Tensor, " n"], world: int) -> list[pa.Table]:
+    """The rows of `part` that each of `world` ranks owns, in their order."""
+    sizes = torch.bincount(owners, minlength=world)
+    sorted_by_rank = part.combine_chunks().take(pa.array(owners.argsort(stable=True).numpy()))
     starts = sizes.cumsum(0) - sizes
     return [sorted_by_rank.slice(*each) for each in zip(starts.tolist(), sizes.tolist(), strict=True)]
 
 
-def exchanged(parts: Sequence[pa.Table | None], links: dist.ProcessGroup | None) -> list[pa.Table | None]:
-    """Give each rank its own of `parts`; returns what each has given this one."""
-    if len(parts) == 1:
-        return list(parts)
-    distinct = {id(part): part for part in parts}  # where all ranks get the same part, it is encoded once
-    encoded = {key: _encoded(part) for key, part in distinct.items()}
-    received = _exchange_messages([encoded[id(part)] for part in parts], links)
-    return [pa.ipc.open_stream(message).read_all() if len(message) else None for message in received]
+def _given_to_all(mine: list[pa.Table], root: int, group: Group, links: dist.ProcessGroup | None) -> pa.Table:
+    """The table that the rank `root` has, on every rank."""
+    if group.world == 1:
+        return mine[0]
+    message = _encoded(mine[0]) if group.rank == root else None
+    size = torch.tensor([0 if message is None else len(message)])
+    dist.broadcast(size, group=links, group_src=root)
+    message = torch.empty(int(size), dtype=torch.uint8) if message is None else message
+    dist.broadcast(message, group=links, group_src=root)
+    return _decoded(message)
 
 
-def _exchange_messages(messages: Sequence[pa.Buffer], links: dist.ProcessGroup | None) -> list[pa.Buffer]:
-    """Give each rank its own of `messages`, after their sizes; returns what each has given this one."""
+def _exchanged(
+    mine: list[pa.Table], roots: Iterable[int], world: int, links: dist.ProcessGroup | None
+) -> list[pa.Table]:
+    """What each of the ranks `roots` has for this one; `mine` is what this one has for each, if anything."""
+    messages = [_encoded(part) for part in mine] or [torch.empty(0, dtype=torch.uint8)] * world
     sizes = torch.tensor([len(message) for message in messages])
     theirs = torch.empty_like(sizes)
     dist.all_to_all_single(theirs, sizes, group=links)
-    mine = torch.from_numpy(np.concatenate([np.frombuffer(message, np.uint8) for message in messages]))
     received = torch.empty(int(theirs.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, mine, theirs.tolist(), sizes.tolist(), group=links)
-    return [pa.py_buffer(part.numpy()) for part in torch.split(received, theirs.tolist())]
+    dist.all_to_all_single(received, torch.cat(messages), theirs.tolist(), sizes.tolist(), group=links)
+    of_ranks = torch.split(received, theirs.tolist())
+    return [_decoded(of_ranks[root]) for root in roots]
 
 
-def _encoded(part: pa.Table | None) -> pa.Buffer:
+def _encoded(part: pa.Table) -> Shaped[Tensor, " bytes"]:
     sink = pa.BufferOutputStream()
-    if part is not None:
-        with pa.ipc.new_stream(sink, part.schema) as stream:
-            stream.write_table(part)
-    return sink.getvalue()
+    with pa.ipc.new_stream(sink, part.schema) as stream:
+        stream.write_table(part)
+    return torch.frombuffer(sink.getvalue(), dtype=torch.uint8)
+
+
+def _decoded(message: Shaped[Tensor, " bytes"]) -> pa.Table:
+    return pa.ipc.open_stream(pa.py_buffer(message.numpy())).read_all()

@@ -97,8 +97,10 @@ class Sender:
     def _broadcast(self, tensors: Named, command: Send) -> Failures:
         if self.group is None or self.members != command.receivers:
             failures = self._form_group(command)
-            if failures:
-                return failures | self._broadcast_without(failures, tensors, command)
+            if failures:  # the others are in no group, which over NCCL they have not noticed yet
+                left = tuple(r for r in command.receivers if r.url not in failures)
+                others = command.model_copy(update={"receivers": left})
+                return failures | (self._broadcast(tensors, others) if left else {})
 
         def broadcast_all() -> None:
             group = self.group
@@ -110,11 +112,6 @@ class Sender:
         return self.run_collective(
             command, "/update_weights_from_distributed", [body] * len(command.receivers), broadcast_all
         )
-
-    def _broadcast_without(self, failures: Failures, tensors: Named, command: Send) -> Failures:
-        """Broadcast to the other receivers: they are in no group, which over NCCL they have not noticed yet."""
-        left = tuple(r for r in command.receivers if r.url not in failures)
-        return self._broadcast(tensors, command.model_copy(update={"receivers": left})) if left else {}
 
     def _form_group(self, command: Send) -> Failures:
         """Make the process group of this process (rank 0) and every rank of every receiver."""

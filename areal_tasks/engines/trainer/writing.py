@@ -15,6 +15,7 @@ from typing import Final
 from areal_tasks.engines.trainer.checkpoint import Saving
 from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed
 from areal_tasks.engines.trainer.fencing import StaleCommand
+from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.memory import host_room, ran_out
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.local import unusable
@@ -29,9 +30,9 @@ ROOM: Final = 0.8
 class CheckpointWriter:
     """This rank's part in the checkpoints. All ranks make the same calls in the same order, from one thread."""
 
-    def __init__(self, store: Store, ranks_here: int) -> None:
+    def __init__(self, store: Store, group: Group) -> None:
         self.store = store
-        self.ranks_here = ranks_here  # on this machine
+        self.group = group
         self.copies = Copies()
         self.prefix = ""  # of the checkpoint that is being written, or was written last
         self._temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
@@ -43,11 +44,18 @@ class CheckpointWriter:
         """Begin to write what `plan` plans to write into a folder; when this returns, that may change.
 
         It is written at once where host memory has no room for a copy.
+
+        Raises:
+            StoreError: a rank cannot make its folder.
         """
-        self._end()
+        if self._written is not None:  # nothing asks for it, as for that of an earlier start of the flow
+            wait([self._written])
+        self._clean()
+        self.prefix, self._written, self._files = "", None, None
         started, room = time.perf_counter(), host_room()  # before any rank of this machine takes of it
+        folder = self.group.together(partial(self._fresh_folder, prefix))
         with usable(self.store, prefix):
-            self._saving = saving = plan(self._fresh_folder(prefix))
+            self._saving = saving = plan(folder)
         if not saving.held:
             self._hold(saving, room)
         self.prefix = prefix
@@ -75,7 +83,9 @@ class CheckpointWriter:
     def _finished(self, prefix: str, written: Future[list[Hashed]]) -> tuple[FileRef, ...] | None:
         try:
             with usable(self.store, prefix):
-                found = self._saving.finish(lambda: _result(written), partial(self._put, prefix))
+                found = self._saving.finish(
+                    lambda: written.result() if written.done() else None, partial(self._put, prefix)
+                )
         except Exception:
             self.prefix = ""
             raise
@@ -84,18 +94,12 @@ class CheckpointWriter:
         self._clean()
         return tuple(FileRef(path=f"{prefix}/{name}", sha256=sha, bytes=n) for name, (sha, n) in sorted(found.items()))
 
-    def _end(self) -> None:
-        """Wait for one that nothing asks for, such as that of an earlier start of the flow: it needs the copies."""
-        if self._written is not None:
-            wait([self._written])
-        self._clean()
-        self.prefix, self._written, self._files = "", None, None
-
     def _fresh_folder(self, prefix: str) -> Path:
         """The store's own folder if that is on this disk; else one of this rank, outside of what `clear` deletes."""
         if (folder := self.store.local(prefix)) is not None:
             return folder
-        self._temporary = TemporaryDirectory(prefix="areal-checkpoint-")
+        with usable(self.store, prefix):
+            self._temporary = TemporaryDirectory(prefix="areal-checkpoint-")
         return Path(self._temporary.name)
 
     def _clean(self) -> None:
@@ -105,7 +109,7 @@ class CheckpointWriter:
 
     def _hold(self, saving: Saving, room: int) -> None:
         """Copy what `saving` writes, if there is memory for it."""
-        asked = self.copies.lacking(saving.tensors) * self.ranks_here
+        asked = self.copies.lacking(saving.tensors) * self.group.ranks_here
         if asked > ROOM * room:
             log.warning("%s", _waits(f"copies would take {asked >> 20} MiB of host memory, and {room >> 20} are free"))
             return
@@ -128,10 +132,6 @@ class CheckpointWriter:
         self.store.put_file(f"{prefix}/{name}", file)
         if self._temporary is not None:
             file.unlink()
-
-
-def _result(written: Future[list[Hashed]]) -> list[Hashed] | None:
-    return written.result() if written.done() else None
 
 
 def _waits(why: str) -> str:

@@ -1,0 +1,84 @@
+"""The plan of an iteration: the optimizer step, the pass and the rank of each sample, known to every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from areal_tasks.data.batching import LEFT_OUT, micro_batches, minibatches
+from areal_tasks.engines.trainer.rows import Samples, aligned
+from areal_tasks.engines.trainer.settings import Settings
+from schemas.recipe.training import Trainer
+
+Rows = Int[Tensor, " _"]  # indices of samples in the batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The minibatch and micro-batch of each sample; `LEFT_OUT` for those that are not trained on.
+
+    A minibatch has micro-batches 0, 1, …, which are its passes, and the ranks take them in turn.
+    """
+
+    minibatch: Int[Tensor, " B"]
+    micro_batch: Int[Tensor, " B"]
+
+
+def make_plan(samples: Samples, settings: Settings, iteration: int, world: int = 1) -> Plan:
+    """Divide the kept samples into minibatches, and each of these into micro-batches within the token budget.
+
+    The number of micro-batches is a multiple of `world`, the number of ranks, if there are enough samples.
+    """
+    assigned = samples.minibatch
+    if assigned is None:
+        assigned = minibatches(samples.kept, settings.minibatches, settings.seed, iteration)
+    micro = torch.full_like(assigned, LEFT_OUT)
+    for number in range(settings.minibatches):
+        rows = torch.nonzero(assigned == number)[:, 0]
+        micro[rows] = _micro_batches(samples.lengths[rows], settings.trainer, world)
+    return Plan(assigned, micro)
+
+
+def scoring_plan(lengths: Int[Tensor, " B"], trainer: Trainer, world: int) -> Plan:
+    """The plan to score samples of these lengths: as one minibatch."""
+    return Plan(torch.zeros_like(lengths), _micro_batches(lengths, trainer, world))
+
+
+def recorded_plan(samples: Samples, train_samples: pa.Table) -> Plan:
+    """The plan that a committed iteration followed, from its `train_samples`."""
+    table = aligned(train_samples, samples.ids, "train_samples")
+    return Plan(*(torch.tensor(table[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
+
+
+def passes_of(plan: Plan, number: int) -> int:
+    """The passes over minibatch `number`, on all ranks together."""
+    micro = plan.micro_batch[plan.minibatch == number]
+    return int(micro.max()) + 1 if len(micro) else 0
+
+
+def passes_of_rank(plan: Plan, number: int, rank: int, world: int) -> list[Rows]:
+    """The samples of each pass of a rank over minibatch `number`: of every `world`-th one.
+
+    The last one is empty if other ranks have one more: all ranks need equally many.
+    """
+    rows = torch.nonzero((plan.minibatch == number) & (plan.micro_batch % world == rank))[:, 0]
+    turns, order = (plan.micro_batch[rows] // world).sort(stable=True)
+    sizes = torch.bincount(turns, minlength=-(-passes_of(plan, number) // world))
+    return list(torch.split(rows[order], sizes.tolist()))
+
+
+def rank_of_samples(plan: Plan, world: int) -> Int[Tensor, " B"]:
+    """The rank that reads each sample: the one that trains on it; what is left out is divided evenly.
+
+    Samples that are left out are read, too, because their tokens are checked.
+    """
+    left_out = plan.minibatch == LEFT_OUT
+    return torch.where(left_out, left_out.cumsum(0) - 1, plan.micro_batch) % world
+
+
+def _micro_batches(lengths: Int[Tensor, " n"], trainer: Trainer, world: int) -> Int[Tensor, " n"]:
+    return micro_batches(lengths, trainer.micro_batch_tokens, trainer.layout, world)
