@@ -326,10 +326,11 @@ def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list
         if source.needs <= tables and source.unless not in tables:
             for chart, line in _lines(connection, source):
                 found.setdefault(chart, []).append(downsample(line, points).payload())
-    stacks = {"lags": lags(connection) if "scalars" in tables else [], "stages": stage_times(connection)}
+    times = sorted(_areas(connection, _STAGES).values(), key=lambda area: float(area.y.sum()), reverse=True)
+    stacks = {"lags": lags(connection) if "scalars" in tables else [], "stages": times}
     for chart, areas in stacks.items():
         if areas:
-            found[chart] = [_without_band(downsample(area, points)).payload() for area in areas]
+            found[chart] = [replace(downsample(area, points), low=None, high=None).payload() for area in areas]
     return found
 
 
@@ -347,12 +348,6 @@ def _columns(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Num
     """The result's columns as float64, NaN for NULL."""
     answer = connection.sql(query).to_arrow_table()
     return {name: np.array(answer[name].to_pylist(), dtype=np.float64) for name in answer.column_names}
-
-
-def stage_times(connection: duckdb.DuckDBPyConnection) -> list[Series]:
-    """Seconds of every stage in every iteration, the longest stages first; 0 where one did not run."""
-    times = _areas(connection, _STAGES)
-    return [times[stage] for stage in sorted(times, key=lambda stage: -float(times[stage].y.sum()))]
 
 
 def lags(connection: duckdb.DuckDBPyConnection) -> list[Series]:
@@ -373,7 +368,3 @@ def _areas(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Serie
     for iteration, name, value in rows:
         found.setdefault(str(name), np.zeros(len(iterations)))[place[iteration]] = value
     return {name: Series(name, np.array(iterations, dtype=np.float64), y) for name, y in found.items()}
-
-
-def _without_band(series: Series) -> Series:
-    return Series(series.name, series.x, series.y)

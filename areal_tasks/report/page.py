@@ -51,11 +51,6 @@ class Report:
     embedded: int  # samples in the page
     available: int  # samples of the runs
 
-    @property
-    def text(self) -> str:
-        """The data as JSON that is safe inside a `<script>` element."""
-        return to_json(self.payload)
-
 
 def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> Report:
     """The data of a page about these runs of at most `max_bytes`, with up to `samples` samples of each.
@@ -155,7 +150,7 @@ def make_page(store: Store, names: Sequence[str], samples: int, max_bytes: int) 
     """The HTML of the report on these runs, at most `max_bytes` long, and its data. UserError: see `make_report`."""
     frame = len(render(" · ".join(names), "").encode())
     report = make_report(store, names, samples, max_bytes - frame)
-    return render(" · ".join(names), report.text), report
+    return render(" · ".join(names), to_json(report.payload)), report
 
 
 def render(title: str, data: str) -> str:
