@@ -65,17 +65,16 @@ def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> Non
         while True:
             time.sleep(FOLLOW_SECONDS)
             for log in service_logs(store, run, folder):
-                if log.name.service == name.service and log.name >= name:
-                    at = at if log.name == name else _note_start(log.name)
-                    _write_log(log, at)
-                    name, at = log.name, max(at, log.size)
+                if log.name.service != name.service or log.name < name:
+                    continue
+                if log.name > name:
+                    name, at = log.name, 0
+                    again = f"owner {name.owner}, restart {name.restart}"
+                    typer.echo(f"── {name.service} starts again: {again}", err=True)
+                _write_log(log, at)
+                at = max(at, log.size)
     except KeyboardInterrupt:
         return
-
-
-def _note_start(name: LogName) -> int:
-    typer.echo(f"── {name.service} starts again: owner {name.owner}, restart {name.restart}", err=True)
-    return 0
 
 
 def _logs_of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
