@@ -84,15 +84,26 @@ class RayDriver:
         assert process.stdin is not None and process.stdout is not None
         self.orders, self.answers = process.stdin, process.stdout
         self.tasks: dict[str, RayTask] = {}
-        self.over = False
         self._lock = threading.Lock()
 
-    def join(self) -> str:
-        """Wait until the process has joined the cluster. Returns why it cannot; empty if it has."""
-        failure = str(self._answer(CONNECT_SECONDS))
-        if not failure:
-            threading.Thread(target=self._follow, name="ray-tasks", daemon=True).start()
-        return failure
+    def join(self, address: str) -> None:
+        """Wait until the process has joined the cluster.
+
+        Raises:
+            UserError: flow and cluster have different versions.
+            ClusterUnreachable: it could not join for another reason.
+        """
+        try:
+            cause = self._answer(CONNECT_SECONDS).strip()
+        except ValueError:
+            cause = f"no answer in {CONNECT_SECONDS:g} s"
+        if cause:
+            self.close()
+            found = f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause}\n"
+            if "Version mismatch" in cause:
+                raise UserError(found + VERSIONS)
+            raise ClusterUnreachable(f"{found}{JOIN} Ray's messages: {self.printed}")
+        threading.Thread(target=self._follow, name="ray-tasks", daemon=True).start()
 
     def submit(self, task: Task, settings: RaySettings) -> RayTask:
         """Submit a task. Returns once Ray has accepted it, before it has found a node."""
@@ -140,7 +151,6 @@ class RayDriver:
                             del self.tasks[name]
                     time.sleep(POLL_SECONDS)
         finally:
-            self.over = True
             self.close()
             for task in list(self.tasks.values()):
                 task.take(code=LOST)
@@ -170,36 +180,15 @@ class RayCluster:
 
     def _connected(self, log: Path) -> RayDriver:
         with self._lock:
-            if self._driver is None or self._driver.over:
-                self._driver = connected(log)
+            if self._driver is None or self._driver.process.poll() is not None:
+                address, driver = cluster_address(), RayDriver(log)
+                driver.join(address)
+                self._driver = driver
             return self._driver
 
     def close(self) -> None:
         if self._driver is not None:
             self._driver.close()
-
-
-def connected(printed: Path) -> RayDriver:
-    """A driver that has joined the cluster.
-
-    Raises:
-        UserError: flow and cluster have different versions.
-        ClusterUnreachable: it could not join for another reason.
-    """
-    address = cluster_address()
-    printed.parent.mkdir(parents=True, exist_ok=True)
-    driver = RayDriver(printed)
-    try:
-        cause = driver.join()
-    except ValueError:
-        cause = f"no answer in {CONNECT_SECONDS:g} s"
-    if not cause:
-        return driver
-    driver.close()
-    found = f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause.strip()}\n"
-    if "Version mismatch" in cause:
-        raise UserError(found + VERSIONS)
-    raise ClusterUnreachable(f"{found}{JOIN} Ray's messages: {printed}")
 
 
 def cluster_address() -> str:
@@ -230,6 +219,7 @@ def start_driver(printed: Path) -> subprocess.Popen[bytes]:
     """Start the driver process, in a session of its own so that Ctrl-C does not reach it."""
     own = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("RAY_")}
     paths = os.pathsep.join(path for path in sys.path if path)
+    printed.parent.mkdir(parents=True, exist_ok=True)
     with printed.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", DRIVER],
