@@ -91,7 +91,9 @@ class RemoteHandle:
         """Start the service once its agent is found. Returns an exit code if that fails."""
         while (found := await asyncio.to_thread(self._find)) is None:
             if (code := self._submitted.exit_code()) is not None:
-                self._note(f"its task ended with {code} before it was ready", self._output())
+                output = self._launcher.output(self._job)
+                self._append(output.read_bytes() if output.exists() else b"")
+                self._note(f"its task ended with {code} before it was ready")
                 return code or LOST
             await asyncio.sleep(FIND_SECONDS)
         if differs := difference(software(), found.software):
@@ -159,13 +161,9 @@ class RemoteHandle:
             return read_record(store, node_path(spec.run, spec.owner, spec.name, spec.restart), NodeRecord)
         return None
 
-    def _output(self) -> str:
-        output = self._launcher.output(self._job)
-        return output.read_text(errors="replace") if output.exists() else ""
-
-    def _note(self, what: str, output: str = "") -> None:
+    def _note(self, what: str) -> None:
         """Append to the service's log what the service itself cannot report."""
-        self._append(f"{output}{self._job.spec.name}: {what}\n".encode())
+        self._append(f"{self._job.spec.name}: {what}\n".encode())
 
     def _append(self, part: bytes) -> None:
         if part:
