@@ -32,8 +32,8 @@ FEWEST_POINTS: Final = 100
 
 #: The modules of the script; each uses only earlier ones.
 MODULES: Final = (
-    *("dom.js", "format.js", "data.js", "scales.js", "chart.js", "stack.js", "curves.js", "facts.js", "cost.js"),
-    *("time.js", "tokens.js", "detail.js", "filters.js", "rollouts.js", "main.js"),
+    *("dom.js", "format.js", "data.js", "scales.js", "chart.js", "stack.js", "curves.js", "facts.js", "tokens.js"),
+    *("detail.js", "filters.js", "rollouts.js", "main.js"),
 )
 
 _IMPORT: Final = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
