@@ -24,7 +24,9 @@ from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of
 from flows.home import logs_folder
 from schemas.errors import UserError
 
-FOLLOW_SECONDS: Final = 2.0
+Row = dict[str, Any]
+
+POLL_SECONDS: Final = 2.0
 
 
 def logs(
@@ -50,7 +52,7 @@ def logs(
     if not mine:
         typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
     while not mine:
-        time.sleep(FOLLOW_SECONDS)
+        time.sleep(POLL_SECONDS)
         mine = _logs_of(service_logs(place, name, folder), service)
     newest = mine[-1]
     at = newest.tail(tail) if tail else 0
@@ -63,7 +65,7 @@ def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> Non
     """Write what is added to a service's log, and the logs of its later starts."""
     try:
         while True:
-            time.sleep(FOLLOW_SECONDS)
+            time.sleep(POLL_SECONDS)
             for log in service_logs(store, run, folder):
                 if log.name.service != name.service or log.name < name:
                     continue
@@ -104,9 +106,6 @@ def _log_row(log: ServiceLog) -> dict[str, Any]:
     }
 
 
-Row = dict[str, Any]
-
-POLL_SECONDS: Final = 2.0
 #: Between two records that say that the samples are watched: the flow acts on each for longer.
 WATCH_SECONDS: Final = 45.0
 #: How long a single table waits for a sample that is newer than the stored ones.
