@@ -127,8 +127,9 @@ class LocalLauncher:
     def _environment(self, job: Job, scratch: Path) -> dict[str, str]:
         threads = str(job.threads or os.cpu_count() or 1)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(job.spec.gpus)} if job.spec.gpus else {}
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return {
-            INDUCTOR_CACHE: str(cache_folder() / "torchinductor"),
+            INDUCTOR_CACHE: str(cache / "arealflow" / "torchinductor"),
             **os.environ,
             **gpus,
             SPEC: job.spec.model_dump_json(),
@@ -142,8 +143,3 @@ class LocalLauncher:
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads make processes on the same cores up to 10 times slower
             "TOKENIZERS_PARALLELISM": "false",
         }
-
-
-def cache_folder() -> Path:
-    """arealflow's folder in the user's cache: below `XDG_CACHE_HOME`, else `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arealflow"

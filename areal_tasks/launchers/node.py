@@ -9,7 +9,6 @@ it ends with it.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import hashlib
 import logging
 import os
@@ -58,7 +57,7 @@ PACKAGES: Final = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "p
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
 
 
 class NodeJob(Message):
@@ -90,8 +89,7 @@ class State(Message):
     """Answer to /poll: the next part of the log, and after the last part the exit code of a service that has ended."""
 
     exit_code: int | None
-    log: str
-    log_from: int
+    log: bytes
     usage: Usage | None = Field(description="the service's use of CPU, memory and GPUs, while it runs")
 
 
@@ -166,7 +164,8 @@ class Agent:
                 self._handle = self._launcher.start(
                     Job(self.job.module, spec, order.token, self._log, self.job.threads)
                 )
-                self._handle.gpus = _given_gpus()
+                if "CUDA_VISIBLE_DEVICES" in os.environ:  # by the cluster system, to this process and its service
+                    self._handle.gpus = visible_gpus()
 
     async def poll(self, order: Poll) -> State:
         """Renew the lease; wait for the service's end or log. The flow has the log up to the position that it names."""
@@ -180,19 +179,17 @@ class Agent:
         return state
 
     def _state(self, log_from: int) -> State:
-        """The part of the log from this position on, up to its last whole character; with the last part the exit code.
+        """The part of the log from this position on; with the last part the exit code.
 
-        Incomplete or invalid UTF-8 is replaced only once nothing follows. If the service has ended because this process
-        was asked to end, no exit code is reported: the cluster system knows why, and whether that is a failure.
+        If the service has ended because this process was asked to end, no exit code is reported: the cluster system
+        knows why, and whether that is a failure.
         """
         found = self._exit_code()  # read before the log, which is complete after the end
         code = None if self.released else found
         with self._log.open("rb") as file:
             file.seek(log_from)
-            part, more = file.read(LOG_BYTES), file.read(1)
-        ended = code is not None and not more
-        text, length = codecs.utf_8_decode(part, "replace", ended)
-        return State(exit_code=code if ended else None, log=text, log_from=log_from + length, usage=self._usage)
+            part = file.read(LOG_BYTES)
+        return State(exit_code=code if len(part) < LOG_BYTES else None, log=part, usage=self._usage)
 
     def _measure(self) -> None:
         """Measure the service in the background: the lease must not wait for an `nvidia-smi` that hangs."""
@@ -235,11 +232,6 @@ class Agent:
             return await _in_thread(self.stop, Stop.model_validate_json(await request.body()))
 
         return Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (start, poll, stop)])
-
-
-def _given_gpus() -> tuple[str, ...]:
-    """The GPUs that the cluster system has given to this process, and so to its service."""
-    return visible_gpus() if "CUDA_VISIBLE_DEVICES" in os.environ else ()
 
 
 async def _in_thread(work: Any, order: BaseModel) -> Response:

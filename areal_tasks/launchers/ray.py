@@ -1,23 +1,23 @@
 """Tasks on a Ray cluster that runs already, at `RAY_ADDRESS`.
 
-Only a separate process imports Ray (`ray_driver.py`). When that process ends or is silent for too long, Ray ends what
-it has started, and its tasks count as lost.
+Only a separate process imports Ray (`ray_driver.py`). When that process ends, Ray ends what it has started. If it does
+not answer for too long, it is killed. In both cases its tasks count as lost.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import logging
 import os
-import select
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,18 +25,14 @@ from areal_tasks.launchers.cluster import LOST, ClusterUnreachable, Machine, Res
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher, RaySettings
 
-log = logging.getLogger(__name__)
-
 ADDRESS: Final = "RAY_ADDRESS"
 DRIVER: Final = "areal_tasks.launchers.ray_driver"
 REACH_SECONDS: Final = 5.0
 CONNECT_SECONDS: Final = 60.0
 #: Longer than short network failures; Ray itself gives up a head node that does not answer for 60 s.
 SILENT_SECONDS: Final = 75.0
-SUBMIT_SECONDS: Final = 10.0
+POLL_SECONDS: Final = 0.5  # between two questions for the states of all tasks
 CANCEL_SECONDS: Final = 10.0
-CLOSE_SECONDS: Final = 15.0
-SUBMITTED: Final = "it is being submitted to Ray"
 #: The variables that the driver inherits, in addition to Ray's own: others may hold secrets.
 PASSED: Final = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 VERSIONS: Final = "Flow and cluster need the same version of Ray and of Python."
@@ -49,12 +45,12 @@ JOIN: Final = (
 class RayTask:
     """A task, as Ray's driver last reported it."""
 
-    def __init__(self, task: Task, driver: RayDriver) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.driver = driver
-        self.why = SUBMITTED
-        self.refused = False
+        self.why = "Ray is looking for a node"
         self.code: int | None = None
+        self.cancelled = False
+        self._ended = threading.Event()
 
     def waiting(self) -> str:
         return self.why
@@ -64,106 +60,100 @@ class RayTask:
 
     def cancel(self) -> None:
         """Have Ray kill the task, which is certain, but may happen after this returns."""
-        self.driver.order("cancel", name=self.task.name)
-        self.driver.wait(lambda: self.code is not None, CANCEL_SECONDS)
+        self.cancelled = True
+        self._ended.wait(CANCEL_SECONDS)
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Note the state that an event reports."""
-        self.why = event.get("why", "")
-        self.refused = event["event"] == "refused"
-        self.code = LOST if self.refused else event.get("code")
-        if printed := event.get("printed"):
+    def take(self, why: str = "", printed: str = "", code: int | None = None) -> None:
+        """Note what it waits for, its further output (bytes that are no UTF-8 are escaped), and its exit code."""
+        self.why, self.code = why, code
+        if printed:
             self.task.output.parent.mkdir(parents=True, exist_ok=True)
-            with self.task.output.open("a") as output:
-                output.write(printed)
+            with self.task.output.open("ab") as output:
+                output.write(printed.encode(errors="surrogateescape"))
+        if code is not None:
+            self._ended.set()
 
 
 class RayDriver:
-    """A connection to the driver process: sends it orders; a thread reads its events."""
+    """A connection to the driver process, which answers one order at a time. A thread asks for the tasks' states."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, printed: Path) -> None:
+        """Start the process. Its messages and Ray's go to the file `printed`."""
+        self.printed = printed
+        self.process = process = start_driver(printed)
         assert process.stdin is not None and process.stdout is not None
-        self.process, self.orders = process, process.stdin
+        self.orders, self.answers = process.stdin, process.stdout
         self.tasks: dict[str, RayTask] = {}
-        self.connected = self.over = False
-        self.failure = ""
-        self.nodes: list[dict[str, Any]] | None = None  # as it last listed them
-        self._changed = threading.Condition()
-        threading.Thread(target=self._follow, args=[process.stdout.fileno()], name="ray-events", daemon=True).start()
+        self._lock = threading.Lock()
+
+    def join(self, address: str) -> None:
+        """Wait until the process has joined the cluster.
+
+        Raises:
+            UserError: flow and cluster have different versions.
+            ClusterUnreachable: it could not join for another reason.
+        """
+        try:
+            cause = self._answer(CONNECT_SECONDS).strip()
+        except ValueError:
+            cause = f"no answer in {CONNECT_SECONDS:g} s"
+        if cause:
+            self.close()
+            found = f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause}\n"
+            if "Version mismatch" in cause:
+                raise UserError(found + VERSIONS)
+            raise ClusterUnreachable(f"{found}{JOIN} Ray's messages: {self.printed}")
+        threading.Thread(target=self._follow, name="ray-tasks", daemon=True).start()
 
     def submit(self, task: Task, settings: RaySettings) -> RayTask:
-        """Submit a task. Returns once Ray has accepted it, before it has found a node; or when Ray does not answer."""
-        with self._changed:
-            found = self.tasks[task.name] = RayTask(task, self)
-            found.code = LOST if self.over else None
+        """Submit a task. Returns once Ray has accepted it, before it has found a node."""
+        found = self.tasks[task.name] = RayTask(task)
         asked = {"bundle": bundle(task, settings), "autoscaling": settings.autoscaling}
-        self.order("submit", name=task.name, command=task.command, environment=dict(task.environment), **asked)
-        self.wait(lambda: found.why != SUBMITTED, SUBMIT_SECONDS)
-        if found.refused:
+        order = {"name": task.name, "command": task.command, "environment": dict(task.environment), **asked}
+        if why := self.ask("submit", **order):
+            del self.tasks[task.name]
             raise UserError(
-                f"Ray cannot run {task.name}: {found.why}. Ask for less (launcher.resources), or start a node that has "
-                "as much."
+                f"Ray cannot run {task.name}: {why}. Ask for less (launcher.resources), or start a node that has as "
+                "much."
             )
         return found
 
-    def list_nodes(self) -> list[dict[str, Any]]:
-        """Name, resources and free resources of each node. Raises ClusterUnreachable if Ray does not answer."""
-        self.nodes = None
-        self.order("nodes")
-        self.wait(lambda: self.nodes is not None, SUBMIT_SECONDS)
-        if self.nodes is None:
-            raise ClusterUnreachable(f"Ray has not listed its nodes within {SUBMIT_SECONDS:g} s")
-        return self.nodes
-
-    def order(self, order: str, **more: object) -> None:
-        """Send an order to the process; without effect once it has ended."""
-        with contextlib.suppress(OSError, ValueError), self._changed:
-            self.orders.write(json.dumps({"order": order, **more}).encode() + b"\n")
-            self.orders.flush()
-
-    def wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until the condition is true or the process has ended, for at most `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.over or condition(), seconds)
+    def ask(self, order: str, **values: object) -> Any:
+        """The process's answer to an order. ClusterUnreachable without one: then the process is killed."""
+        with self._lock:
+            try:
+                self.orders.write(json.dumps([order, values]).encode() + b"\n")
+                self.orders.flush()
+                return self._answer(SILENT_SECONDS)
+            except (OSError, ValueError) as error:
+                self.close()
+                what = f"Ray's driver has ended, or has not answered for {SILENT_SECONDS:g} s"
+                raise ClusterUnreachable(f"{what}. Ray's messages: {self.printed}") from error
 
     def close(self) -> None:
-        """End the process, and thereby its tasks; by force if Ray does not answer."""
-        with contextlib.suppress(OSError):
-            self.orders.close()
-        self.wait(lambda: False, CLOSE_SECONDS)
+        """End the process, and thereby its tasks."""
         self.process.kill()
         self.process.wait()
 
-    def _follow(self, events: int) -> None:
-        """Read events until the process is silent or has ended, or an event is invalid: then its tasks are lost."""
+    def _answer(self, seconds: float) -> Any:
+        """The next answer. ValueError if the process has ended, or none has come within `seconds`."""
+        return json.loads(self.answers.readline() if wait([self.answers.fileno()], seconds) else b"")
+
+    def _follow(self) -> None:
+        """Ask for the states of the tasks until the process does not answer: then they are lost."""
         try:
-            for line in lines(events, SILENT_SECONDS):
-                with self._changed:
-                    self._take(json.loads(line))
-                    self._changed.notify_all()
-        except Exception:
-            log.exception("Ray's tasks are no longer followed, and end")
+            with suppress(ClusterUnreachable):  # the tasks' ends report it
+                while True:
+                    cancelled = [name for name, task in list(self.tasks.items()) if task.cancelled]
+                    for name, state in self.ask("states", cancelled=cancelled).items():
+                        self.tasks[name].take(**state)
+                        if self.tasks[name].code is not None:
+                            del self.tasks[name]
+                    time.sleep(POLL_SECONDS)
         finally:
-            self._lose()
-
-    def _lose(self) -> None:
-        self.process.kill()
-        with self._changed:
-            self.over = True
-            for task in self.tasks.values():
-                task.code = LOST
-            self._changed.notify_all()
-
-    def _take(self, event: Mapping[str, Any]) -> None:
-        self.connected = self.connected or event["event"] == "connected"
-        if event["event"] == "failed":
-            self.failure = event["why"]
-        if event["event"] == "nodes":
-            self.nodes = event["nodes"]
-        if task := self.tasks.get(event.get("name", "")):
-            task.take(event)
-            if task.code is not None:
-                del self.tasks[task.task.name]
+            self.close()
+            for task in list(self.tasks.values()):
+                task.take(code=LOST)
 
 
 class RayCluster:
@@ -183,41 +173,22 @@ class RayCluster:
     def machines(self) -> list[Machine]:
         """The nodes that have the resources that `launcher.ray.resources` names."""
         log = Path(tempfile.mkstemp(prefix="arealflow-ray-", suffix=".log")[1])
-        nodes = self._connected(log).list_nodes()
+        nodes = self._connected(log).ask("nodes")
         log.unlink()  # an error names it
         own = self.settings.resources
         return [machine(node, own) for node in nodes if not lacking(own, node["total"])]
 
     def _connected(self, log: Path) -> RayDriver:
         with self._lock:
-            if self._driver is None or self._driver.over:
-                self._driver = connected(log)
+            if self._driver is None or self._driver.process.poll() is not None:
+                address, driver = cluster_address(), RayDriver(log)
+                driver.join(address)
+                self._driver = driver
             return self._driver
 
     def close(self) -> None:
         if self._driver is not None:
             self._driver.close()
-
-
-def connected(printed: Path) -> RayDriver:
-    """A driver that has joined the cluster.
-
-    Raises:
-        UserError: flow and cluster have different versions.
-        ClusterUnreachable: it could not join for another reason.
-    """
-    address = cluster_address()
-    printed.parent.mkdir(parents=True, exist_ok=True)
-    driver = RayDriver(start_driver(printed))
-    driver.wait(lambda: driver.connected or driver.failure != "", CONNECT_SECONDS)
-    if driver.connected:
-        return driver
-    driver.close()
-    cause = driver.failure or f"no answer in {CONNECT_SECONDS:g} s"
-    found = f"{ADDRESS}={address}: this process cannot join the Ray cluster: {cause.strip()}\n"
-    if "Version mismatch" in cause:
-        raise UserError(found + VERSIONS)
-    raise ClusterUnreachable(f"{found}{JOIN} Ray's messages: {printed}")
 
 
 def cluster_address() -> str:
@@ -248,6 +219,7 @@ def start_driver(printed: Path) -> subprocess.Popen[bytes]:
     """Start the driver process, in a session of its own so that Ctrl-C does not reach it."""
     own = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("RAY_")}
     paths = os.pathsep.join(path for path in sys.path if path)
+    printed.parent.mkdir(parents=True, exist_ok=True)
     with printed.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", DRIVER],
@@ -282,13 +254,3 @@ def lacking(asked: Mapping[str, float], has: Mapping[str, float]) -> list[str]:
 
 def _resources(has: Mapping[str, float]) -> Resources:
     return Resources(int(has.get("CPU", 0)), int(has.get("GPU", 0)), int(has.get("memory", 0)) >> 20)
-
-
-def lines(descriptor: int, seconds: float) -> Iterator[bytes]:
-    """Lines as they arrive, until the end of the file, or until nothing has arrived for `seconds`."""
-    rest = b""
-    ready = select.poll()
-    ready.register(descriptor)
-    while ready.poll(seconds * 1000) and (data := os.read(descriptor, 1 << 16)):
-        *whole, rest = (rest + data).split(b"\n")
-        yield from whole

@@ -1,27 +1,22 @@
 """The process that calls Ray: `python -m areal_tasks.launchers.ray_driver`, started by `launchers/ray.py`.
 
-It reads orders from standard input and writes events to standard output, one JSON object per line. Only this process
-calls Ray: a call may wait for minutes for a cluster that does not answer, and Ray changes the signal handlers and
-threads of its process. Ray ends what a driver has started when the driver ends, as this one does when its standard
-input ends.
+It reads orders from standard input and writes an answer to each to standard output, all of them lines of JSON. Only
+this process calls Ray: a call may wait for minutes for a cluster that does not answer, and Ray changes the signal
+handlers and threads of its process. Ray ends what a driver has started when the driver ends, as this one does when its
+standard input ends.
 """
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import ray
 from ray._private.state import available_resources_per_node  # no public function of plain Ray says this
@@ -31,13 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_tasks.launchers.cluster import LOST
 
-POLL_SECONDS: Final = 0.1
-HEARTBEAT_SECONDS: Final = 1.0
-ANSWER_SECONDS: Final = 1.0
-END_SECONDS: Final = 10.0
+GET_SECONDS: Final = 10.0
 MOST_BYTES: Final = 1 << 16
-#: A task ends itself when its driver has not polled it for so long: on a node without network Ray lets it continue.
-LEASE_SECONDS: Final = 60.0
 #: Runs a command that the kernel kills (PR_SET_PDEATHSIG, SIGKILL) when the thread that started it ends.
 TIED: Final = """
 import ctypes, os, sys
@@ -57,7 +47,6 @@ class Runner:
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the actor)
         self.delivered = 0
-        self.polled = time.monotonic()
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
         self.child = subprocess.Popen(
             [sys.executable, "-c", TIED, str(os.getpid()), *command],
@@ -67,24 +56,13 @@ class Runner:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        threading.Thread(target=self._end_unwatched, daemon=True).start()
 
-    def poll(self, seconds: float) -> tuple[str, int | None]:
-        """The command's output since the last poll, and its exit code; waits at most `seconds` for its end."""
-        self.polled = time.monotonic()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(seconds)
+    def poll(self) -> tuple[bytes, int | None]:
+        """The command's output since the last poll; with the last part of it, the exit code."""
         code = self.child.poll()
         printed = os.pread(self.printed.fileno(), MOST_BYTES, self.delivered)
-        ended = code is not None and len(printed) < MOST_BYTES
-        text, length = codecs.utf_8_decode(printed, "replace", ended)  # else a character that is cut off comes later
-        self.delivered += length
-        return text, code if ended else None
-
-    def _end_unwatched(self) -> None:
-        while time.monotonic() < self.polled + LEASE_SECONDS:
-            time.sleep(ANSWER_SECONDS)
-        os._exit(1)  # the command ends with this process
+        self.delivered += len(printed)
+        return printed, code if len(printed) < MOST_BYTES else None
 
 
 @dataclass
@@ -96,7 +74,6 @@ class Started:
     actor: Any
     poll: Any
     runs: bool = False
-    cancelled: bool = False
 
     def end(self) -> None:
         """Have Ray kill the actor, and with it the command."""
@@ -105,100 +82,48 @@ class Started:
 
 
 class Driver:
-    """Executes orders, and reports what happens to tasks."""
+    """Executes orders: its public methods, whose results are the answers."""
 
-    def __init__(self, events: TextIO) -> None:
-        self.events = events
-        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    def __init__(self) -> None:
         self.tasks: dict[str, Started] = {}
-        self.nodes: dict[str, dict[str, float]] = {}  # resources of every node that has been part of the cluster
-        self.heartbeat_due = 0.0
+        self.known: dict[str, dict[str, float]] = {}  # resources of every node that has been part of the cluster
 
-    def run(self) -> None:
-        """Execute orders until one is `end`."""
-        self.emit("connected")
-        while self._execute_orders():
-            self._poll()
-            self._heartbeat()
-        for task in self.tasks.values():
-            task.end()
+    def submit(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        bundle: dict[str, float],
+        autoscaling: bool,
+    ) -> str:
+        """Have Ray find a node for a command. Returns why no node can ever run it; empty if one can."""
+        self._note_nodes()
+        if autoscaling or any(fits(bundle, node) for node in self.known.values()):
+            self.tasks[name] = start(name, bundle, command, environment)
+            return ""
+        nodes = "; ".join(sorted({shown(node, bundle) for node in self.known.values()}))
+        return f"it needs {shown(bundle)} of one node; the nodes have: {nodes}"
 
-    def emit(self, event: str, **more: Any) -> None:
-        print(json.dumps({"event": event, **more}), file=self.events, flush=True)
+    def states(self, cancelled: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The state of each task: see `RayTask.take`. Those that are `cancelled` end; ended ones are forgotten."""
+        self._note_nodes()
+        killed = {"code": -signal.SIGKILL}
+        found = {name: killed if name in cancelled else state(task) for name, task in self.tasks.items()}
+        for name in [name for name, now in found.items() if now.get("code") is not None]:
+            self.tasks.pop(name).end()
+        return found
 
-    def read_orders(self) -> None:
-        """Queue orders until standard input ends. Then the process ends, by force if Ray does not answer."""
-        for line in sys.stdin:
-            self.orders.put(json.loads(line))
-        self.orders.put({"order": "end"})
-        time.sleep(END_SECONDS)
-        os._exit(1)
+    def nodes(self) -> list[dict[str, Any]]:
+        """Name, resources and free resources of each node that is alive."""
+        free = available_resources_per_node()
+        return [
+            {"name": node["NodeManagerHostname"], "total": node["Resources"], "free": free.get(node["NodeID"], {})}
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
 
-    def _execute_orders(self) -> bool:
-        """Execute the orders that have arrived. Returns False if the last one is `end`."""
-        with contextlib.suppress(queue.Empty):
-            while (order := self.orders.get(timeout=0 if self.tasks else POLL_SECONDS))["order"] != "end":
-                self._execute(order)
-            return False
-        return True
-
-    def _execute(self, order: dict[str, Any]) -> None:
-        match order["order"]:
-            case "submit":
-                self._submit(order)
-            case "cancel":
-                self._cancel(order["name"])
-            case "nodes":
-                self.emit("nodes", nodes=listed())
-
-    def _submit(self, order: dict[str, Any]) -> None:
-        name, bundle = order["name"], order["bundle"]
-        self._update_nodes()
-        if order["autoscaling"] or any(map(fits(bundle), self.nodes.values())):
-            self.tasks[name] = start(name, bundle, order["command"], order["environment"])
-            self.emit("accepted", name=name, why="Ray is looking for a node")
-        else:
-            nodes = "; ".join(sorted({shown(node, bundle) for node in self.nodes.values()}))
-            self.emit("refused", name=name, why=f"it needs {shown(bundle)} of one node; the nodes have: {nodes}")
-
-    def _cancel(self, name: str) -> None:
-        if name in self.tasks:
-            self.tasks[name].cancelled = True
-            self.tasks[name].end()
-
-    def _poll(self) -> None:
-        """Report a task whose poll is done: it has ended, or a second is over."""
-        polls = {task.poll: name for name, task in self.tasks.items()}
-        done = ray.wait(list(polls), num_returns=1, timeout=POLL_SECONDS)[0] if polls else []
-        for poll in done:
-            self._report(polls[poll])
-
-    def _report(self, name: str) -> None:
-        task = self.tasks[name]
-        printed, code = outcome(task)
-        if not task.runs or printed:
-            self.emit("runs", name=name, printed=printed)
-            task.runs = True
-        if code is None:
-            task.poll = task.actor.poll.remote(ANSWER_SECONDS)
-            return
-        del self.tasks[name]
-        task.end()
-        self.emit("ended", name=name, code=code)
-
-    def _heartbeat(self) -> None:
-        """Once a second: emit a heartbeat, and what tasks wait for."""
-        if time.monotonic() < self.heartbeat_due:
-            return
-        self.emit("heartbeat")
-        self._update_nodes()
-        for name, task in self.tasks.items():
-            if not task.runs:
-                self.emit("waits", name=name, why=lacking(task))
-        self.heartbeat_due = time.monotonic() + HEARTBEAT_SECONDS
-
-    def _update_nodes(self) -> None:
-        self.nodes |= {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    def _note_nodes(self) -> None:
+        self.known |= {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def start(name: str, bundle: dict[str, float], command: list[str], environment: dict[str, str]) -> Started:
@@ -217,16 +142,20 @@ def start(name: str, bundle: dict[str, float], command: list[str], environment: 
     }
     hidden = {} if "GPU" in bundle else {"CUDA_VISIBLE_DEVICES": ""}  # else Ray sets it
     actor = ray.remote(Runner).options(**options).remote(command, {**environment, **hidden})
-    return Started(bundle, group, actor, actor.poll.remote(0.0))
+    return Started(bundle, group, actor, actor.poll.remote())
 
 
-def outcome(task: Started) -> tuple[str, int | None]:
-    """The result of a finished poll: the output, and the exit code."""
+def state(task: Started) -> dict[str, Any]:
+    """What it waits for; once it runs, what it has printed since, and its exit code."""
+    if not ray.wait([task.poll], timeout=0)[0]:
+        return {} if task.runs else {"why": lacking(task)}
+    task.runs = True
     try:
-        found: tuple[str, int | None] = ray.get(task.poll, timeout=END_SECONDS)
-        return found
+        printed, code = ray.get(task.poll, timeout=GET_SECONDS)
     except RayError as error:
-        return ("", -signal.SIGKILL) if task.cancelled else (f"{error}\n", LOST)
+        return {"printed": f"{error}\n", "code": LOST}
+    task.poll = task.actor.poll.remote()
+    return {"printed": printed.decode(errors="surrogateescape"), "code": code}
 
 
 def lacking(task: Started) -> str:
@@ -237,19 +166,9 @@ def lacking(task: Started) -> str:
     return f"waits for {shown(task.bundle)} of one node; free in the whole cluster: {free}, of {whole}"
 
 
-def listed() -> list[dict[str, Any]]:
-    """Name, resources and free resources of each node that is alive."""
-    free = available_resources_per_node()
-    return [
-        {"name": node["NodeManagerHostname"], "total": node["Resources"], "free": free.get(node["NodeID"], {})}
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def fits(bundle: Mapping[str, float]) -> Any:
-    """A predicate: whether a node has these resources when it is empty."""
-    return lambda node: all(node.get(key, 0) >= value for key, value in bundle.items())
+def fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    """Whether a node has these resources when it is empty."""
+    return all(node.get(key, 0) >= value for key, value in bundle.items())
 
 
 def shown(resources: Mapping[str, float], keys: Mapping[str, float] | None = None) -> str:
@@ -262,18 +181,19 @@ def amount(key: str, value: float) -> str:
 
 
 def main() -> None:
-    """Connect to Ray, and execute orders until standard input ends."""
-    events = os.fdopen(os.dup(1), "w")
+    """Connect to Ray, and execute orders until standard input ends. The first answer is why that failed, or empty."""
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints goes to the log
-    driver = Driver(events)
-    threading.Thread(target=driver.read_orders, daemon=True).start()
+    failure = ""
     try:
         ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, configure_logging=False)
     except Exception as error:
-        driver.emit("failed", why=str(error))
-        return
-    driver.run()
-    ray.shutdown()
+        failure = str(error) or type(error).__name__
+    print(json.dumps(failure), file=answers, flush=True)
+    driver = Driver()
+    for line in sys.stdin if not failure else ():
+        order, values = json.loads(line)
+        print(json.dumps(getattr(driver, order)(**values)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ class RemoteHandle:
         """Start the service once its agent is found. Returns an exit code if that fails."""
         while (found := await asyncio.to_thread(self._find)) is None:
             if (code := self._submitted.exit_code()) is not None:
-                self._note(f"its task ended with {code} before it was ready", self._output())
+                output = self._launcher.output(self._job)
+                self._append(output.read_bytes() if output.exists() else b"")
+                self._note(f"its task ended with {code} before it was ready")
                 return code or LOST
             await asyncio.sleep(FIND_SECONDS)
         if differs := difference(software(), found.software):
@@ -112,7 +114,7 @@ class RemoteHandle:
             self._ran = self._ran or not self._submitted.waiting()
             state = State.model_validate_json(answer)
             self._append(state.log)
-            self._read, self._usage = state.log_from, state.usage
+            self._read, self._usage = self._read + len(state.log), state.usage
             if state.exit_code is not None:
                 return state.exit_code
 
@@ -134,8 +136,16 @@ class RemoteHandle:
 
     def _silent(self) -> int:
         """The exit code of a service whose agent no longer answers."""
-        self._note(f"the agent on {self._host} no longer answers; {self._task_state()}")
-        return PREEMPTED if self._waits_again() or self._submitted.exit_code() == PREEMPTED else LOST
+        assert self._node is not None
+        code, waits = self._submitted.exit_code(), self._waits_again()
+        if code is not None:
+            why = f"its task has ended with {code}"
+        elif waits:
+            why = f"its task waits again: {self._submitted.waiting()}"
+        else:
+            why = f"its lease of {self._launcher.settings.lease_seconds:g} s is over"
+        self._note(f"the agent on {self._node.host} no longer answers; {why}")
+        return PREEMPTED if waits or code == PREEMPTED else LOST
 
     async def _ask(self, what: str, order: BaseModel, seconds: float) -> bytes:
         assert self._node is not None
@@ -151,29 +161,14 @@ class RemoteHandle:
             return read_record(store, node_path(spec.run, spec.owner, spec.name, spec.restart), NodeRecord)
         return None
 
-    def _task_state(self) -> str:
-        code = self._submitted.exit_code()
-        if code is None and self._waits_again():
-            return f"its task waits again: {self._submitted.waiting()}"
-        limit = f"its lease of {self._launcher.settings.lease_seconds:g} s is over"
-        return limit if code is None else f"its task has ended with {code}"
-
-    @property
-    def _host(self) -> str:
-        return self._node.host if self._node is not None else "its machine"
-
-    def _output(self) -> str:
-        output = self._launcher.output(self._job)
-        return output.read_text(errors="replace") if output.exists() else ""
-
-    def _note(self, what: str, output: str = "") -> None:
+    def _note(self, what: str) -> None:
         """Append to the service's log what the service itself cannot report."""
-        self._append(f"{output}{self._job.spec.name}: {what}\n")
+        self._append(f"{self._job.spec.name}: {what}\n".encode())
 
-    def _append(self, text: str) -> None:
-        if text:
-            with self._job.log.open("a") as file:
-                file.write(text)
+    def _append(self, part: bytes) -> None:
+        if part:
+            with self._job.log.open("ab") as file:
+                file.write(part)
 
 
 class RemoteLauncher:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -206,7 +207,8 @@ class Step:
         ):
             if self.exit_code() is None:
                 self.process.send_signal(number)
-                _wait(self.process, seconds)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(seconds)
 
 
 class Steps:
@@ -219,7 +221,8 @@ class Steps:
 
     def submit(self, task: Task) -> Submitted:
         """Start a step. UserError if no node of the allocation has as many CPUs."""
-        most = max(_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), default=task.resources.cpus)
+        stated = re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # `8(x2),4`
+        most = max(map(int, stated), default=task.resources.cpus)
         if task.resources.cpus > most:
             raise _refused(task, f"no node of this allocation has more than {most} CPUs", "Lower launcher.resources.")
         environment = {name: value for name, value in os.environ.items() if name not in EXCLUSIVE}
@@ -306,11 +309,6 @@ def _code(status: str) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _counts(stated: str) -> list[int]:
-    """The numbers in Slurm's `8(x2),4`."""
-    return [int(found) for found in re.findall(r"(?:^|,)(\d+)", stated)]
-
-
 def _refused(task: Task, said: str, remedy: str = "") -> UserError:
     needs = task.resources
     what = f"{needs.cpus} CPUs, {needs.gpus} GPUs, {needs.memory_mb or 'any'} MB of memory"
@@ -358,10 +356,3 @@ def _run_or_refuse(command: Sequence[str]) -> str:
         return _run(command)
     except subprocess.CalledProcessError as error:
         raise UserError(f"{' '.join(command)}: {error.stderr.strip()}") from None
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return

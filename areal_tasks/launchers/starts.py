@@ -1,15 +1,18 @@
-"""Handles of services that do not run: one whose start is in progress, and one that could not be started."""
+"""The handle of a service whose start is in progress, or has failed."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Final
 
 from areal_tasks.engines.service import UNAVAILABLE
 from areal_tasks.launchers.protocol import Handle
 from areal_tasks.store.parallel import in_background
+from schemas.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -17,44 +20,36 @@ log = logging.getLogger(__name__)
 LONGEST_START: Final = 30.0
 
 
-class NotStarted:
-    """The handle of a service that could not be started. `why`: the reason, for its failure's message."""
-
-    def __init__(self, code: int, why: str) -> None:
-        self.code = code
-        self.why = why
-
-    def exit_code(self) -> int:
-        return self.code
-
-    def waiting(self) -> str:
-        return ""
-
-    def usage(self) -> None:
-        """None: no process runs."""
-
-    def stop(self, grace_seconds: float = 5.0) -> None:
-        """Nothing to do: no process runs."""
-
-
 class Starting:
-    """The handle of a service that is started in the background: a cluster may take long to accept it."""
+    """The handle of a service that is started in the background: a cluster may take long to accept it.
+
+    The service counts as ended if the start fails, or does not return although the service is to be stopped. If there
+    is no machine for it now, that is with UNAVAILABLE.
+    """
 
     def __init__(self, start: Callable[[], Handle], name: str) -> None:
         self.name = name
+        self.why = ""  # the start has failed
         self._begun = in_background(start, f"start-{name}")
-        self._abandoned = False  # it was to be stopped, and its start did not return
+        self._code: int | None = None
 
     def started(self) -> Handle:
-        """The handle that replaces this one; itself while the start is in progress. Raises what the start raised."""
-        return self._begun.result() if self._begun.done() else self
+        """The handle that replaces this one; itself while the start is in progress, and if it has failed."""
+        if self._begun.done() and self._code is None:
+            try:
+                return self._begun.result()
+            except UserError as error:
+                self._code, self.why = UNAVAILABLE, str(error)
+            except OSError as error:
+                self._code, self.why = os.EX_OSERR, f"it could not be started: {error}\n"
+            log.warning("service %s could not be started: %s", self.name, self.why.strip())
+        return self
 
     def exit_code(self) -> int | None:
-        """None; UNAVAILABLE once it was to be stopped and its start did not return: the cluster does not answer."""
-        return UNAVAILABLE if self._abandoned else None
+        return self._code
 
     def waiting(self) -> str:
-        return "its start is under way"
+        return "its start is under way" if self._code is None else ""
 
     def usage(self) -> None:
         """None: no machine runs it yet."""
@@ -63,13 +58,13 @@ class Starting:
         """Stop it once it has started; after LONGEST_START, do so in the background when its start returns."""
         wait([self._begun], LONGEST_START)
         if self._begun.done():
-            self._begun.result().stop(grace_seconds)
+            _stop(grace_seconds, self._begun)
             return
-        log.error("service %s: its start has not returned for %g s; no longer waiting for it", self.name, LONGEST_START)
-        self._abandoned = True
-        self._begun.add_done_callback(_stop)
+        log.error("service %s: its start has not returned for %g s; going on without", self.name, LONGEST_START)
+        self._code = UNAVAILABLE
+        self._begun.add_done_callback(partial(_stop, grace_seconds))
 
 
-def _stop(begun: Future[Handle]) -> None:
-    """Stop a service whose start has returned too late; the future logs an error."""
-    begun.result().stop()
+def _stop(grace_seconds: float, begun: Future[Handle]) -> None:
+    if begun.exception() is None:
+        begun.result().stop(grace_seconds)

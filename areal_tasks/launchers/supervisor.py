@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 from areal_tasks.engines.access import Access
@@ -21,7 +20,7 @@ from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.choice import make_launcher
 from areal_tasks.launchers.cluster import ANY, PREEMPTED, Resources
 from areal_tasks.launchers.protocol import Handle, Job
-from areal_tasks.launchers.starts import NotStarted, Starting
+from areal_tasks.launchers.starts import Starting
 from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.parallel import in_background, parallel
@@ -40,6 +39,15 @@ LONGEST_PAUSE_SECONDS = 30.0
 EXCUSED = (UNAVAILABLE, PREEMPTED)  # exit codes that do not count as a failure
 LOG_LINES = 20
 SEARCHED_LINES = 2000
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A service that runs: its address, the number of its start, and the weights it was started on."""
+
+    url: str
+    restart: int = 0
+    weights: WeightsRef | None = None
 
 
 @dataclass
@@ -70,14 +78,12 @@ class Service:
         """The specification of its last start."""
         return self.job.spec
 
-
-@dataclass(frozen=True)
-class Ready:
-    """A service that runs: its address, the number of its start, and the weights it was started on."""
-
-    url: str
-    restart: int = 0
-    weights: WeightsRef | None = None
+    @property
+    def ready(self) -> Ready | None:
+        """The service, if it is ready now."""
+        if self.handle.exit_code() is not None or self.stopped is not None or not self.url:
+            return None
+        return Ready(self.url, self.spec.restart, self.spec.weights)
 
 
 class ServiceFailed(UserError):
@@ -112,20 +118,26 @@ class Supervisor:
         return Access(self.token, self.launcher.authority)
 
     def start(
-        self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY, group: str = ""
+        self,
+        module: str,
+        spec: ServiceSpec,
+        threads: int = 0,
+        resources: Resources = ANY,
+        group: str = "",
+        joins: bool = False,
     ) -> None:
-        """Start a service, without waiting until it is ready: see `wait`. If one service of a `group` ends, all end."""
-        job = Job(module, spec, self.token, self._log(spec), threads, resources)
-        self.services[spec.name] = Service(job, self.launcher.start(job), group=group)
+        """Start a service, without waiting until it is ready: see `wait`. If one service of a `group` ends, all end.
 
-    def join(
-        self, module: str, spec: ServiceSpec, threads: int = 0, resources: Resources = ANY, group: str = ""
-    ) -> None:
-        """As `start`, while others run: a failure of its first start counts as one of any later start."""
-        spec = spec.model_copy(update={"restart": self._unused})
+        `joins`: others run already. A failure of its first start then counts as one of any later start.
+        """
+        if joins:
+            spec = spec.model_copy(update={"restart": self._unused})
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
+        handle = self._begun(job) if joins else self.launcher.start(job)
         with self._lock:
-            self.services[spec.name] = Service(job, self._begun(job), group=group, joins=True)
+            self.services[spec.name] = Service(job, handle, group=group, joins=joins)
+
+    join = partialmethod(start, joins=True)
 
     def retire(self, name: str) -> None:
         """Stop a service for good. Another of its name may join later."""
@@ -136,10 +148,7 @@ class Supervisor:
 
     def running(self, name: str) -> Ready | None:
         """The service, if it is ready now. It is not restarted."""
-        service = self.services[name]
-        if service.handle.exit_code() is not None or service.stopped is not None or not service.url:
-            return None
-        return Ready(service.url, service.spec.restart, service.spec.weights)
+        return self.services[name].ready
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
         """Record the weights, now in the store, that a service was started on before they were there."""
@@ -168,7 +177,9 @@ class Supervisor:
         """
         with self._lock:
             for service in self.services.values():
-                _take_started(service)
+                if isinstance(starting := service.handle, Starting):
+                    service.handle = starting.started()
+                    service.reason = service.reason or starting.why
             self._end_groups()
             found = [self._poll_one(self.services[name], weights, explained) for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
@@ -233,7 +244,7 @@ class Supervisor:
             return away
         runs = service.handle.exit_code() is None
         if runs and service.stopped is None:
-            return Ready(service.url, service.spec.restart, service.spec.weights) if service.url else None
+            return service.ready
         service.excused = service.excused or (service.url, service.spec.restart) in explained()
         if runs:
             return None
@@ -292,17 +303,7 @@ class Supervisor:
 
     def _begun(self, job: Job) -> Handle:
         """Start a service in the background: others are polled, ended and started meanwhile."""
-        return Starting(partial(self._started, job), job.spec.name)
-
-    def _started(self, job: Job) -> Handle:
-        """The handle of a service. If the cluster has no machine for it, it is retried; other failures count."""
-        try:
-            return self.launcher.start(job)
-        except (UserError, OSError) as error:
-            log.warning("service %s could not be started: %s", job.spec.name, error)
-            if isinstance(error, UserError):
-                return NotStarted(UNAVAILABLE, str(error))
-            return NotStarted(os.EX_OSERR, f"it could not be started: {error}\n")
+        return Starting(partial(self.launcher.start, job), job.spec.name)
 
     def _members(self, service: Service) -> list[Service]:
         """The services of its group, or the service alone."""
@@ -366,14 +367,6 @@ class Supervisor:
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
         remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)
-
-
-def _take_started(service: Service) -> None:
-    """Once a start in the background is over, replace its handle by the started one. Raises what the start raised."""
-    if isinstance(service.handle, Starting):
-        service.handle = service.handle.started()
-        if isinstance(service.handle, NotStarted):
-            service.reason = service.handle.why
 
 
 def _is_stopped(service: Service) -> bool:

@@ -167,25 +167,7 @@ CHARTS: Final = (
     Chart("stages", "Time per stage", "Seconds of each stage; stages may run concurrently.", stacked=True),
 )
 
-_SAMPLES: Final = f"""
-SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS correct,
-       avg(num_generated) AS length, quantile_cont(num_generated, 0.1) AS length_low,
-       quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
-       avg((verdict = 'unparseable')::int) AS unparseable,
-       avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped
-FROM (SELECT * REPLACE ({reward_or_null("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1"""
-
-_GROUPS: Final = f"""
-SELECT iteration AS x, avg((spread = 0)::int) AS signal FROM (
-  SELECT iteration, max(reward) - min(reward) AS spread
-  FROM (SELECT iteration, group_id, {reward_or_null("scalars")} FROM scalars)
-  GROUP BY iteration, group_id HAVING count(*) > 1
-) GROUP BY 1 ORDER BY 1"""
-
-_EVALUATIONS: Final = """
-SELECT weights_version AS x, avg((verdict = 'correct')::int) AS correct, avg(num_generated) AS length,
-       avg(truncated::int) AS truncated
-FROM evaluate GROUP BY 1 ORDER BY 1"""
+_REJECTED: Final = ", ".join(f"coalesce(metrics['rejected_{reason}'], 0) AS {reason}" for reason in REASONS)
 
 _STEPS: Final = """
 SELECT {x} AS x, avg(loss) AS loss, min(loss) AS loss_low, max(loss) AS loss_high, avg(kl) AS kl,
@@ -196,26 +178,12 @@ SELECT {x} AS x, avg(loss) AS loss, min(loss) AS loss_low, max(loss) AS loss_hig
        avg(ratio_outside) FILTER (NOT isnan(ratio_outside)) AS outside, sum(skipped::int) AS skipped
 FROM {source} GROUP BY 1 ORDER BY 1"""
 
-#: What `train` measures if tokens may be older than the policy.
-_AGES: Final = """
-SELECT iteration AS x, metrics['lag_mean'] AS lag, metrics['lag_max'] AS lag_max, metrics['stale_kv'] AS stale_kv,
-       metrics['effective_sample_size'] AS effective, metrics['behaviour_clipped'] AS clipped
-FROM stages WHERE stage = 'train' ORDER BY 1"""
-
-#: The agreement with servers that have scored tokens, where samples are too old to measure it.
-_SCORES: Final = """
-SELECT iteration AS x, metrics['logprob_gap_mean'] AS gap, metrics['logprob_gap_max'] AS gap_max,
-       metrics['ratio_outside'] AS outside
-FROM stages WHERE stage = 'publish' AND metrics['compared'] IS NOT NULL ORDER BY 1"""
-
-_COUNTS: Final = ", ".join(f"coalesce(metrics['rejected_{reason}'], 0) AS {reason}" for reason in REASONS)
-_REJECTED: Final = f"SELECT iteration AS x, {_COUNTS} FROM stages WHERE stage = 'rollout' ORDER BY 1"
-
-#: A supervised iteration is many steps long: each is a point between two iterations.
-_EACH_STEP: Final = _STEPS.format(
-    x="iteration + (step - first) / count",
-    source="(SELECT *, min(step) OVER w AS first, count(*) OVER w AS count FROM train_steps"
-    " WINDOW w AS (PARTITION BY iteration))",
+_STEP_LINES: Final = (
+    Line("loss", "loss", band="loss"),
+    Line("entropy", "entropy"),
+    Line("grad_norm", "grad_norm", band="grad_norm"),
+    Line("lr", "lr"),
+    Line("skipped", "skipped", only_if_any=True),
 )
 
 _TOKENS: Final = """
@@ -225,76 +193,109 @@ FROM commits {join}
 LEFT JOIN (SELECT iteration, sum(total_tokens) AS tokens FROM train_steps GROUP BY 1) AS trained USING (iteration)
 WHERE commits.seconds > 0 GROUP BY 1 ORDER BY 1"""
 
-_STEP_LINES: Final = (
-    Line("loss", "loss", band="loss"),
-    Line("entropy", "entropy"),
-    Line("grad_norm", "grad_norm", band="grad_norm"),
-    Line("lr", "lr"),
-    Line("skipped", "skipped", only_if_any=True),
-)
-
-_POLICY_LINES: Final = (
-    Line("kl", "kl", "reference", only_if_any=True),
-    Line("kl", "approx_kl", "sampling policy"),
-    Line("clip", "clip"),
-    Line("gap", "gap", "mean"),
-    Line("gap", "gap_max", "greatest"),
-    Line("outside", "outside"),
-)
-
-_SAMPLE_LINES: Final = (
-    Line("reward", "reward"),
-    Line("accuracy", "correct", "training samples", only_if_any=True),
-    Line("length", "length", "training samples", band="length"),
-    Line("truncated", "truncated", "training samples"),
-    Line("unjudged", "unparseable", "no readable answer", only_if_any=True),
-    Line("unjudged", "unverified", "verifier failed", only_if_any=True),
-    Line("dropped", "dropped", only_if_any=True),
-)
-
-_AGE_LINES: Final = (
-    Line("lag", "lag", "mean"),
-    Line("lag", "lag_max", "greatest"),
-    Line("weights", "effective", "effective sample size"),
-    Line("weights", "clipped", "capped or masked"),
-    Line("stale_kv", "stale_kv", only_if_any=True),
-)
-
-_SCORE_LINES: Final = (
-    Line("gap", "gap", "scored tokens: mean"),
-    Line("gap", "gap_max", "scored tokens: greatest"),
-    Line("outside", "outside", "scored tokens"),
-)
-
-_REJECTED_LINES: Final = tuple(
-    Line("rejected", reason, reason.replace("_", " "), only_if_any=True) for reason in REASONS
-)
-
-_EVALUATION_LINES: Final = (
-    Line("accuracy", "correct", "evaluation"),
-    Line("length", "length", "evaluation"),
-    Line("truncated", "truncated", "evaluation"),
-)
-
 _TOKEN_LINES: Final = (
     Line("throughput", "generated", "generated", only_if_any=True),
     Line("throughput", "trained", "trained"),
 )
 
 SOURCES: Final = (
-    Source(frozenset({"scalars"}), _SAMPLES, _SAMPLE_LINES),
-    Source(frozenset({"scalars"}), _GROUPS, (Line("signal", "signal"),)),
-    Source(frozenset({"evaluate"}), _EVALUATIONS, _EVALUATION_LINES),
+    Source(
+        frozenset({"scalars"}),
+        f"""
+        SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS correct,
+               avg(num_generated) AS length, quantile_cont(num_generated, 0.1) AS length_low,
+               quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
+               avg((verdict = 'unparseable')::int) AS unparseable,
+               avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped
+        FROM (SELECT * REPLACE ({reward_or_null("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1""",
+        (
+            Line("reward", "reward"),
+            Line("accuracy", "correct", "training samples", only_if_any=True),
+            Line("length", "length", "training samples", band="length"),
+            Line("truncated", "truncated", "training samples"),
+            Line("unjudged", "unparseable", "no readable answer", only_if_any=True),
+            Line("unjudged", "unverified", "verifier failed", only_if_any=True),
+            Line("dropped", "dropped", only_if_any=True),
+        ),
+    ),
+    Source(
+        frozenset({"scalars"}),
+        f"""
+        SELECT iteration AS x, avg((spread = 0)::int) AS signal FROM (
+          SELECT iteration, max(reward) - min(reward) AS spread
+          FROM (SELECT iteration, group_id, {reward_or_null("scalars")} FROM scalars)
+          GROUP BY iteration, group_id HAVING count(*) > 1
+        ) GROUP BY 1 ORDER BY 1""",
+        (Line("signal", "signal"),),
+    ),
+    Source(
+        frozenset({"evaluate"}),
+        """
+        SELECT weights_version AS x, avg((verdict = 'correct')::int) AS correct, avg(num_generated) AS length,
+               avg(truncated::int) AS truncated
+        FROM evaluate GROUP BY 1 ORDER BY 1""",
+        (
+            Line("accuracy", "correct", "evaluation"),
+            Line("length", "length", "evaluation"),
+            Line("truncated", "truncated", "evaluation"),
+        ),
+    ),
     Source(
         frozenset({"train_steps"}),
         _STEPS.format(x="iteration", source="train_steps"),
-        (*_STEP_LINES, *_POLICY_LINES),
+        (
+            *_STEP_LINES,
+            Line("kl", "kl", "reference", only_if_any=True),
+            Line("kl", "approx_kl", "sampling policy"),
+            Line("clip", "clip"),
+            Line("gap", "gap", "mean"),
+            Line("gap", "gap_max", "greatest"),
+            Line("outside", "outside"),
+        ),
         unless="batch",
     ),
-    Source(frozenset({"stages", "rollout"}), _REJECTED, _REJECTED_LINES),
-    Source(frozenset({"stages", "train_steps"}), _AGES, _AGE_LINES, unless="batch"),
-    Source(frozenset({"stages", "scored"}), _SCORES, _SCORE_LINES),
-    Source(frozenset({"train_steps", "batch"}), _EACH_STEP, _STEP_LINES),
+    Source(
+        frozenset({"stages", "rollout"}),
+        f"SELECT iteration AS x, {_REJECTED} FROM stages WHERE stage = 'rollout' ORDER BY 1",
+        tuple(Line("rejected", reason, reason.replace("_", " "), only_if_any=True) for reason in REASONS),
+    ),
+    Source(  # what `train` measures if tokens may be older than the policy
+        frozenset({"stages", "train_steps"}),
+        """
+        SELECT iteration AS x, metrics['lag_mean'] AS lag, metrics['lag_max'] AS lag_max,
+               metrics['stale_kv'] AS stale_kv, metrics['effective_sample_size'] AS effective,
+               metrics['behaviour_clipped'] AS clipped
+        FROM stages WHERE stage = 'train' ORDER BY 1""",
+        (
+            Line("lag", "lag", "mean"),
+            Line("lag", "lag_max", "greatest"),
+            Line("weights", "effective", "effective sample size"),
+            Line("weights", "clipped", "capped or masked"),
+            Line("stale_kv", "stale_kv", only_if_any=True),
+        ),
+        unless="batch",
+    ),
+    Source(  # the agreement with servers that have scored tokens, where samples are too old to measure it
+        frozenset({"stages", "scored"}),
+        """
+        SELECT iteration AS x, metrics['logprob_gap_mean'] AS gap, metrics['logprob_gap_max'] AS gap_max,
+               metrics['ratio_outside'] AS outside
+        FROM stages WHERE stage = 'publish' AND metrics['compared'] IS NOT NULL ORDER BY 1""",
+        (
+            Line("gap", "gap", "scored tokens: mean"),
+            Line("gap", "gap_max", "scored tokens: greatest"),
+            Line("outside", "outside", "scored tokens"),
+        ),
+    ),
+    Source(  # a supervised iteration is many steps long: each is a point between two iterations
+        frozenset({"train_steps", "batch"}),
+        _STEPS.format(
+            x="iteration + (step - first) / count",
+            source="(SELECT *, min(step) OVER w AS first, count(*) OVER w AS count FROM train_steps"
+            " WINDOW w AS (PARTITION BY iteration))",
+        ),
+        _STEP_LINES,
+    ),
     Source(
         frozenset({"train_steps", "scalars"}),
         _TOKENS.format(
@@ -326,10 +327,11 @@ def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list
         if source.needs <= tables and source.unless not in tables:
             for chart, line in _lines(connection, source):
                 found.setdefault(chart, []).append(downsample(line, points).payload())
-    stacks = {"lags": lags(connection) if "scalars" in tables else [], "stages": stage_times(connection)}
+    times = sorted(_areas(connection, _STAGES).values(), key=lambda area: float(area.y.sum()), reverse=True)
+    stacks = {"lags": lags(connection) if "scalars" in tables else [], "stages": times}
     for chart, areas in stacks.items():
         if areas:
-            found[chart] = [_without_band(downsample(area, points)).payload() for area in areas]
+            found[chart] = [replace(downsample(area, points), low=None, high=None).payload() for area in areas]
     return found
 
 
@@ -347,12 +349,6 @@ def _columns(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Num
     """The result's columns as float64, NaN for NULL."""
     answer = connection.sql(query).to_arrow_table()
     return {name: np.array(answer[name].to_pylist(), dtype=np.float64) for name in answer.column_names}
-
-
-def stage_times(connection: duckdb.DuckDBPyConnection) -> list[Series]:
-    """Seconds of every stage in every iteration, the longest stages first; 0 where one did not run."""
-    times = _areas(connection, _STAGES)
-    return [times[stage] for stage in sorted(times, key=lambda stage: -float(times[stage].y.sum()))]
 
 
 def lags(connection: duckdb.DuckDBPyConnection) -> list[Series]:
@@ -373,7 +369,3 @@ def _areas(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Serie
     for iteration, name, value in rows:
         found.setdefault(str(name), np.zeros(len(iterations)))[place[iteration]] = value
     return {name: Series(name, np.array(iterations, dtype=np.float64), y) for name, y in found.items()}
-
-
-def _without_band(series: Series) -> Series:
-    return Series(series.name, series.x, series.y)

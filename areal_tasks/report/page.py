@@ -32,8 +32,8 @@ FEWEST_POINTS: Final = 100
 
 #: The modules of the script; each uses only earlier ones.
 MODULES: Final = (
-    *("dom.js", "format.js", "data.js", "scales.js", "chart.js", "stack.js", "curves.js", "facts.js", "cost.js"),
-    *("time.js", "tokens.js", "detail.js", "filters.js", "rollouts.js", "main.js"),
+    *("dom.js", "format.js", "data.js", "scales.js", "chart.js", "stack.js", "curves.js", "facts.js", "tokens.js"),
+    *("detail.js", "filters.js", "rollouts.js", "main.js"),
 )
 
 _IMPORT: Final = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
@@ -50,11 +50,6 @@ class Report:
     payload: Payload
     embedded: int  # samples in the page
     available: int  # samples of the runs
-
-    @property
-    def text(self) -> str:
-        """The data as JSON that is safe inside a `<script>` element."""
-        return to_json(self.payload)
 
 
 def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> Report:
@@ -155,7 +150,7 @@ def make_page(store: Store, names: Sequence[str], samples: int, max_bytes: int) 
     """The HTML of the report on these runs, at most `max_bytes` long, and its data. UserError: see `make_report`."""
     frame = len(render(" · ".join(names), "").encode())
     report = make_report(store, names, samples, max_bytes - frame)
-    return render(" · ".join(names), report.text), report
+    return render(" · ".join(names), to_json(report.payload)), report
 
 
 def render(title: str, data: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from areal_tasks.report.curves import number
-from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_table
@@ -100,35 +99,21 @@ def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
 
 
 def _choose_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) -> ChosenSamples:
-    chosen: dict[str, list[Key]] = {}
-    left = count
-    for choice, (share, source) in _CHOICES.items():
-        limit = min(left, round(count * share)) if choice != "random" else count
-        chosen[choice] = _keys(connection, table, source, limit)
-        left -= len(chosen[choice])
-    return _merged(chosen, count)
+    """One of each choice in turn, until there are `count`; a sample chosen twice has two reasons."""
+    chosen = [_keys(connection, table, source, round(count * share)) for share, source in _CHOICES.values()]
+    found: ChosenSamples = {}
+    for turn in zip_longest(*chosen):
+        for choice, key in zip(_CHOICES, turn, strict=True):
+            if key in found and choice != "random":
+                found[key].append(choice)
+            elif key is not None and key not in found and len(found) < count:
+                found[key] = [choice]
+    return found
 
 
 def _keys(connection: duckdb.DuckDBPyConnection, table: str, source: str, limit: int) -> list[Key]:
     query = f"WITH c AS ({_CANDIDATES[table]}) SELECT iteration, version, sample_id FROM {source} LIMIT {limit}"
     return [Key(table, *row) for row in connection.execute(query).fetchall()]
-
-
-def _merged(chosen: dict[str, list[Key]], count: int) -> ChosenSamples:
-    """One of each choice in turn, until there are `count`; a sample chosen twice has two reasons."""
-    found: ChosenSamples = {}
-    for choice, key in _in_turn(chosen):
-        if key in found and choice != "random":
-            found[key].append(choice)
-        elif key not in found and len(found) < count:
-            found[key] = [choice]
-    return found
-
-
-def _in_turn(chosen: dict[str, list[Key]]) -> Iterator[tuple[str, Key]]:
-    columns: Sequence[list[tuple[str, Key]]] = [[(choice, key) for key in keys] for choice, keys in chosen.items()]
-    for row in zip_longest(*columns):
-        yield from (entry for entry in row if entry is not None)
 
 
 Row = dict[str, Any]
@@ -216,15 +201,11 @@ def _rows(catalog: Catalog, ref: TableRef, wanted: pa.Array, columns: Sequence[s
     try:
         table = read_table(store, ref, columns)
     except ValueError:  # written by an earlier version, with fewer columns
-        table = read_table(store, ref, [name for name in columns if name in _columns_in_store(store, ref)])
+        filesystem, root = store.arrow()
+        there = pq.read_schema(f"{root}/{ref.shards[0].path}", filesystem=filesystem).names
+        table = read_table(store, ref, [name for name in columns if name in there])
     rows: list[Row] = table.filter(pc.is_in(table["sample_id"], value_set=wanted)).to_pylist()
     return rows
-
-
-def _columns_in_store(store: Store, ref: TableRef) -> list[str]:
-    filesystem, root = store.arrow()
-    names: list[str] = pq.read_schema(f"{root}/{ref.shards[0].path}", filesystem=filesystem).names
-    return names
 
 
 # ── encoding ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,14 +216,11 @@ def encode_sample(key: Key, row: Mapping[str, Any], why: Sequence[str]) -> dict[
     texts = {name: cut_text(row[name]) for name in _TEXTS if row.get(name)}
     plain = {name: row[name] for name in _PLAIN if row.get(name) not in (None, "")}
     numbers = {name: number(row[name]) for name in _NUMBERS if name in row}
-    flags = {name: True for name, is_set in (("truncated", row.get("truncated")), ("dropped", _dropped(row))) if is_set}
+    marks = {"truncated": row.get("truncated"), "dropped": row.get("kept") is False}
+    flags = {name: True for name, is_set in marks.items() if is_set}
     version = {"evaluated": key.version} if key.table == "evaluate" else {}
     about = {"table": key.table, "id": key.sample_id, "it": key.iteration, "why": list(why)}
     return {**about, **version, **texts, **plain, **numbers, **flags, "tokens": encode_tokens(row)}
-
-
-def _dropped(row: Mapping[str, Any]) -> bool:
-    return row.get("kept") is False
 
 
 def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,6 @@ BUSY_PAUSES = (0.5, 1.0, 2.0, 4.0)
 WEBHOOK_VARIABLE: Final = "AREALFLOW_ALERT_WEBHOOK"
 BLOCK: Final = "arealflow-alerts"
 STALLED: Final = "arealflow-stalled"
-#: Placeholder of the block's id in the YAML file.
-PLACE: Final = "{{ webhook }}"
 LEAST_SECONDS: Final = 10.0
 
 
@@ -136,8 +134,6 @@ def remove_alerts(api_url: str) -> str:
 def filled(automation: dict[str, Any], block: str, stalled_minutes: float | None) -> dict[str, Any]:
     """The automation with the id of the webhook block and, for the one of stalled runs, its time limit."""
     actions = [{**action, "block_document_id": block} for action in automation["actions"]]
-    if any(action["block_document_id"] != PLACE for action in automation["actions"]):
-        raise UserError(f"deployments/automations/alerts.yaml: {automation['name']}: block_document_id is not {PLACE}")
     if stalled_minutes is None or automation["name"] != STALLED:
         return {**automation, "actions": actions}
     seconds = 60.0 * stalled_minutes

@@ -95,16 +95,12 @@ def report(
 
     target = out or Path(f"report-{'-'.join(runs)}.html")
     html, made = make_page(open_store(store), runs, samples, int(max_mb * 1e6))
-    _write_page(target, html)
+    try:
+        target.write_text(html, encoding="utf-8", newline="")
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}): name another file with --out.") from error
     size = target.stat().st_size / 1e6
     typer.echo(f"{target}: {size:.2f} MB, {made.embedded} of {made.available} samples. Open it in any browser.")
     for run in made.payload["runs"]:
         for line in (*([run["state"]] if not run["state"].startswith("Finished") else []), *run["problems"]):
             typer.echo(f"{run['name']}: {line}")
-
-
-def _write_page(target: Path, html: str) -> None:
-    try:
-        target.write_text(html, encoding="utf-8", newline="")
-    except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror}): name another file with --out.") from error

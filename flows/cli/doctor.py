@@ -40,14 +40,11 @@ FEATURES = {
 
 def doctor(store: StoreUrl = "", as_json: AsJson = False) -> None:
     """Check this machine. Exits with 1 if something that every run needs is not usable."""
-    rows = [*packages(), *same_names(), gpu(), server(), disk(), s3_keys(store), store_row(store)]
+    packages = [_package(module, *about) for module, about in FEATURES.items()]
+    rows = [*packages, *same_names(), gpu(), server(), disk(), s3_keys(store), store_row(store)]
     show(rows, as_json, "arealflow doctor")
     if any(row["state"] == "BROKEN" for row in rows):
         raise typer.Exit(1)
-
-
-def packages() -> list[dict[str, Any]]:
-    return [_package(module, *about) for module, about in FEATURES.items()]
 
 
 def _package(module: str, purpose: str, remedy: str) -> dict[str, Any]:
@@ -98,8 +95,13 @@ def s3_keys(store: str) -> dict[str, Any]:
     if found := set_key_variables():
         missing = [name for name in NEEDED if name not in found]
         return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(found)}")
+    kept: dict[str, str] = {}
     try:
-        kept = _kept_keys()
+        if url := named_server():
+            from prefect.settings import PREFECT_API_URL, temporary_settings  # here: Prefect takes a second to import
+
+            with temporary_settings({PREFECT_API_URL: url}):
+                kept = read_prefect_keys()
     except (httpx.HTTPError, RuntimeError, UserError) as error:  # Prefect's client raises a RuntimeError as well
         return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server cannot be asked: {error}")
     if not kept:
@@ -107,16 +109,6 @@ def s3_keys(store: str) -> dict[str, Any]:
     if on_s3(store):
         set_keys(kept)
     return _row("S3 keys", "ok", "from Prefect's Secret block, for flow runs; other commands need AWS_… exported")
-
-
-def _kept_keys() -> dict[str, str]:
-    """The keys that the Prefect server keeps; empty without keys or server."""
-    if not (url := named_server()):
-        return {}
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: url}):
-        return read_prefect_keys()
 
 
 def store_row(url: str) -> dict[str, Any]:

@@ -191,13 +191,10 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_no_cell(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_nested(kind) or pa.types.is_interval(kind))
-
-
 def flat(table: pa.Table) -> pa.Table:
     """The table with nested columns and intervals, which Arrow cannot write as CSV, as JSON text."""
-    for name in [field.name for field in table.schema if _is_no_cell(field.type)]:
+    kinds = {field.name: field.type for field in table.schema}
+    for name in [name for name, kind in kinds.items() if pa.types.is_nested(kind) or pa.types.is_interval(kind)]:
         rows = rows_of(table.select([name]))
         texts = [None if row[name] is None else json.dumps(row[name], default=str) for row in rows]
         table = table.set_column(table.column_names.index(name), name, pa.array(texts, pa.string()))

@@ -139,7 +139,8 @@ class FlowRuns:
         stuck = [run["id"] for run in runs if run["state_type"] == "CANCELLING" and age(run) > STUCK_SECONDS]
         end([process for process, run in processes.items() if run in stuck], grace_seconds=0.0)
         crashed = [run for run in runs if run["state_type"] == "CRASHED" and time.time() - age(run) > self.since]
-        if crashed and self._recovers():
+        switch = find(self.api_url, RECOVERY) if crashed else None  # in the UI: whether they are run again
+        if switch and switch["enabled"]:
             for run in crashed:
                 set_state(self.api_url, run, *self._after_crash(run))
 
@@ -152,11 +153,6 @@ class FlowRuns:
             if now - self.gone[state] >= GONE_SECONDS[run["state_type"]]:
                 kind = "CANCELLED" if run["state_type"] == "CANCELLING" else "CRASHED"
                 set_state(self.api_url, run, kind, "The flow run's process is gone and no worker has reported it.")
-
-    def _recovers(self) -> bool:
-        """Whether crashed flow runs are run again: the automation in the UI is the switch for that."""
-        automation = find(self.api_url, RECOVERY)
-        return automation is not None and bool(automation["enabled"])
 
     def _after_crash(self, run: FlowRun) -> tuple[str, ...]:
         """The state that follows the crash: its type, message and, if it is not the type's own, name."""

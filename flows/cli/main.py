@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from schemas.errors import UserError
@@ -78,9 +79,5 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {_plain(error)}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print("[red]error:[/red]", Text(str(error)), soft_wrap=True)
         sys.exit(1)
-
-
-def _plain(error: UserError) -> str:
-    return str(error).replace("[", r"\[")

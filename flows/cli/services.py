@@ -24,7 +24,9 @@ from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of
 from flows.home import logs_folder
 from schemas.errors import UserError
 
-FOLLOW_SECONDS: Final = 2.0
+Row = dict[str, Any]
+
+POLL_SECONDS: Final = 2.0
 
 
 def logs(
@@ -50,7 +52,7 @@ def logs(
     if not mine:
         typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
     while not mine:
-        time.sleep(FOLLOW_SECONDS)
+        time.sleep(POLL_SECONDS)
         mine = _logs_of(service_logs(place, name, folder), service)
     newest = mine[-1]
     at = newest.tail(tail) if tail else 0
@@ -63,19 +65,18 @@ def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> Non
     """Write what is added to a service's log, and the logs of its later starts."""
     try:
         while True:
-            time.sleep(FOLLOW_SECONDS)
+            time.sleep(POLL_SECONDS)
             for log in service_logs(store, run, folder):
-                if log.name.service == name.service and log.name >= name:
-                    at = at if log.name == name else _note_start(log.name)
-                    _write_log(log, at)
-                    name, at = log.name, max(at, log.size)
+                if log.name.service != name.service or log.name < name:
+                    continue
+                if log.name > name:
+                    name, at = log.name, 0
+                    again = f"owner {name.owner}, restart {name.restart}"
+                    typer.echo(f"── {name.service} starts again: {again}", err=True)
+                _write_log(log, at)
+                at = max(at, log.size)
     except KeyboardInterrupt:
         return
-
-
-def _note_start(name: LogName) -> int:
-    typer.echo(f"── {name.service} starts again: owner {name.owner}, restart {name.restart}", err=True)
-    return 0
 
 
 def _logs_of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
@@ -105,9 +106,6 @@ def _log_row(log: ServiceLog) -> dict[str, Any]:
     }
 
 
-Row = dict[str, Any]
-
-POLL_SECONDS: Final = 2.0
 #: Between two records that say that the samples are watched: the flow acts on each for longer.
 WATCH_SECONDS: Final = 45.0
 #: How long a single table waits for a sample that is newer than the stored ones.

@@ -137,16 +137,12 @@ def load_with_threads(recipe: str, changes: Sequence[str]) -> Recipe:
     try:
         return load_recipe(recipe, ["launcher.type=inline", *changes])
     except UserError as error:
-        raise UserError(needs_processes_message(recipe, loaded)) from error
-
-
-def needs_processes_message(recipe: str, loaded: Recipe) -> str:
-    """The error message for a recipe whose services cannot be threads, with what to do instead."""
-    return (
-        f"`arealflow run` runs services as threads of its own process, and those of {recipe} need processes. Run "
-        f"it with `arealflow up {shlex.quote(recipe)}` and `prefect deployment run {loaded.flow}/{Path(recipe).stem}`; "
-        f"or here, with launcher.type={loaded.launcher.type}"
-    )
+        up, deployment = f"arealflow up {shlex.quote(recipe)}", f"{loaded.flow}/{Path(recipe).stem}"
+        raise UserError(
+            f"`arealflow run` runs services as threads of its own process, and those of {recipe} need processes. Run "
+            f"it with `{up}` and `prefect deployment run {deployment}`; or here, with "
+            f"launcher.type={loaded.launcher.type}"
+        ) from error
 
 
 def outcome(result: dict[str, Any]) -> str:

@@ -47,10 +47,6 @@ def changes_of(recipe: R, overrides: Sequence[str]) -> dict[str, Any]:
     return {path: value for path, value, _ in fields}
 
 
-def _has_one_rank(recipe: Mapping[str, Any]) -> bool:
-    return bool(recipe["trainer.backend"] == "local" or recipe["launcher.type"] == "inline")
-
-
 def _between_0_and_more(path: str) -> str:
     return f"{path}: cannot change between 0 and more: {_STAYS_POSITIVE[path]}; fork the run instead"
 
@@ -58,7 +54,8 @@ def _between_0_and_more(path: str) -> str:
 def _refusal(path: str, before: Mapping[str, Any], value: Any, info: FieldInfo) -> str | None:
     if path in _STAYS_POSITIVE and bool(before.get(path)) != bool(value):
         return _between_0_and_more(path)
-    if path in ("trainer.ranks", "trainer.nodes") and _has_one_rank(before):
+    one_rank = before.get("trainer.backend") == "local" or before["launcher.type"] == "inline"
+    if path in ("trainer.ranks", "trainer.nodes") and one_rank:
         return f"{path}: needs a trainer of several processes: backend fsdp2 or deepspeed, no threads (inline)"
     if is_live(info):
         return None

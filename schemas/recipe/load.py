@@ -83,7 +83,11 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequenc
         UserError: it names the overrides, and every problem with its dotted field and the remedy.
     """
     values = apply_overrides(values, overrides)
-    model = _model_of(values, origin)
+    flow = str(values.get("flow", ""))
+    if flow not in RECIPES:
+        found = f"is '{flow}'{suggestion(flow, RECIPES)}" if flow else "is missing"
+        raise UserError(f"recipe '{origin}': flow {found}; it should be one of {', '.join(RECIPES)}")
+    model = RECIPES[flow]
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -164,14 +168,6 @@ def _read(name: str) -> str:
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(f"recipe file '{name}' does not exist; recipes by name: {', '.join(known)}")
     raise UserError(f"unknown recipe '{name}'{suggestion(name, known)}; name a YAML file or one of: {', '.join(known)}")
-
-
-def _model_of(values: Mapping[str, Any], origin: str) -> type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]:
-    flow = str(values.get("flow", ""))
-    if flow not in RECIPES:
-        found = f"is '{flow}'{suggestion(flow, RECIPES)}" if flow else "is missing"
-        raise UserError(f"recipe '{origin}': flow {found}; it should be one of {', '.join(RECIPES)}")
-    return RECIPES[flow]
 
 
 def set_value(

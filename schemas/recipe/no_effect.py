@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel
-
 from schemas.recipe.derived import is_decoupled, same_policy
-from schemas.recipe.fields import is_set
+from schemas.recipe.fields import is_set, leaves
 from schemas.recipe.launcher import Slurm
 from schemas.recipe.sources import SPLIT, source_kind
 
@@ -29,11 +27,6 @@ class NoEffect:
 def _embedded(recipe: Any) -> bool:
     engine: str = recipe.inference.engine
     return engine == "embedded"
-
-
-def _on_slurm(recipe: Any) -> bool:
-    launcher: str = recipe.launcher.type
-    return launcher == "slurm"
 
 
 def evaluates(recipe: Any) -> bool:
@@ -68,7 +61,10 @@ NO_EFFECT: Final = (
         NoEffect(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe, which trains nothing")
         for name in ("release_memory", "transport")
     ),
-    *(NoEffect(f"launcher.slurm.{name}", _on_slurm, "without launcher.type slurm") for name in Slurm.model_fields),
+    *(
+        NoEffect(f"launcher.slurm.{name}", lambda r: r.launcher.type == "slurm", "without launcher.type slurm")
+        for name in Slurm.model_fields
+    ),
     NoEffect(
         "rollout.worker_memory_mb", lambda r: r.launcher.type != "inline", "with launcher.type inline: no processes"
     ),
@@ -175,19 +171,7 @@ NO_EFFECT: Final = (
 
 def settings_without_effect(recipe: BaseRecipe) -> Iterator[str]:
     """A message for each field of `NO_EFFECT` that this recipe sets without effect."""
+    given = {path for path, value, info in leaves(recipe) if is_set(info, value)}
     for row in NO_EFFECT:
-        owner, _, name = row.field.rpartition(".")
-        part = _section(recipe, owner)
-        if part is not None and name in type(part).model_fields and not row.has_effect(recipe) and _is_set(part, name):
+        if row.field in given and not row.has_effect(recipe):
             yield f"{row.field}: has no effect {row.when}; otherwise leave it out"
-
-
-def _section(recipe: BaseRecipe, path: str) -> BaseModel | None:
-    found: Any = recipe
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found if isinstance(found, BaseModel) else None
-
-
-def _is_set(part: BaseModel, name: str) -> bool:
-    return is_set(type(part).model_fields[name], getattr(part, name))

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic.fields import FieldInfo
-
 from schemas.recipe.fields import (
     ALWAYS_THERE,
     Section,
@@ -45,7 +43,9 @@ def keep_recorded(recipe: R, recorded: Mapping[str, Any]) -> tuple[R, dict[str, 
     """
     known = read_recorded(recorded)
     kept = {
-        path: former for path, value, info in leaves(recipe) if _is_kept(info, value, former := value_at(known, path))
+        path: former
+        for path, value, info in leaves(recipe)
+        if is_default(info, value) and (former := value_at(known, path)) != value and former in former_values(info)
     }
     if not kept:
         return recipe, {}
@@ -65,10 +65,6 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
 def overrides_text(values: Mapping[str, Any]) -> str:
     """Fields and values in the form of overrides: `algorithm.minibatches=2, …`."""
     return ", ".join(f"{path}={json.dumps(value)}" for path, value in values.items())
-
-
-def _is_kept(info: FieldInfo, value: Any, known: Any) -> bool:
-    return known != value and known in former_values(info) and is_default(info, value)
 
 
 def _filled(values: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:

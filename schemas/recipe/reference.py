@@ -98,7 +98,8 @@ def _table(model: type[Section]) -> str:
 def _row(name: str, info: FieldInfo) -> str:
     kind = "semantic" if is_semantic(info) else "operational"
     live = ", live" if is_live(info) else ""
-    cells = [f"`{name}`", _type(info.annotation), _default(info), _bounds(info), f"{kind}{live}", _description(info)]
+    default = _value(info.get_default(call_default_factory=True))
+    cells = [f"`{name}`", _type(info.annotation), default, _bounds(info), f"{kind}{live}", _description(info)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -136,18 +137,11 @@ _NAMES: Final[dict[Any, str]] = {
 }
 
 
-def _default(info: FieldInfo) -> str:
-    value = info.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return "required"
-    return _value(value)
-
-
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if isinstance(value, BaseModel):
-        return "see below"
+    if value is PydanticUndefined or isinstance(value, BaseModel):
+        return "required" if value is PydanticUndefined else "see below"
     return "none" if value is None else "empty" if value in ("", [], {}) else f"`{value}`"
 
 

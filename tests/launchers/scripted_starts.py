@@ -12,5 +12,8 @@ T = TypeVar("T")
 def at_once(work: Callable[[], T], name: str) -> Future[T]:
     """In place of `in_background`."""
     done: Future[T] = Future()
-    done.set_result(work())
+    try:
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)
     return done

@@ -261,30 +261,31 @@ def agent_in(folder: Path, lease_seconds: float = LIMIT) -> Agent:
     return Agent(node_agent.NodeJob(module=MODULE, spec=spec, threads=1, **known), Identity("agent"), "", folder)
 
 
-def test_the_parts_of_a_log_end_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_arrives_whole_in_parts_and_the_exit_code_with_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also bytes that are no text, and characters between two parts."""
     monkeypatch.setattr("areal_tasks.launchers.node.LOG_BYTES", 5)
-    agent, log, read, at = agent_in(tmp_path), tmp_path / "service.log", "", 0
-    written = "añéï€".encode()
-    for size in range(len(written) + 1):
-        log.write_bytes(written[:size])
-        state = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=at)))
-        read, at = read + state.log, state.log_from
-    log.write_bytes(written + b"\xff\xc3")
+    agent, read, states = agent_in(tmp_path), b"", list[node_agent.State]()
+    (tmp_path / "service.log").write_bytes(written := "añéï€ 20".encode() + b"\xff\xc3")
     monkeypatch.setattr(agent, "_exit_code", lambda: 0)
-    last = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=at)))
-    assert (read, last.log, last.exit_code) == ("añéï€", "\ufffd\ufffd", 0)
+    while not states or states[-1].exit_code is None:
+        answer = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=len(read))))
+        states.append(node_agent.State.model_validate_json(answer.model_dump_json()))
+        read += states[-1].log
+    assert read == written
+    assert [state.exit_code for state in states] == [*[None] * (len(written) // 5), 0]
 
 
 def test_an_agent_frees_what_the_flow_has_read_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_logs, "ROTATE_BYTES", 4 << 20)
-    agent, log, read, at = agent_in(tmp_path), tmp_path / "service.log", "", 0
+    agent, log, read = agent_in(tmp_path), tmp_path / "service.log", b""
     for n in range(600):
         with log.open("a") as file:
             file.write(f"{n} {'x' * 20_000}\n")
-        state = asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=at)))
-        read, at = read + state.log, state.log_from
+        read += asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=len(read)))).log
         assert log.stat().st_blocks * 512 <= 5 << 20
-    assert read == "".join(f"{n} {'x' * 20_000}\n" for n in range(600)) and at == log.stat().st_size
+    assert read.decode() == "".join(f"{n} {'x' * 20_000}\n" for n in range(600))
 
 
 def test_what_an_agent_prints_is_read_from_the_store(begin: Begin, store: Store, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_follower_waits_for_the_first_line_of_a_service(
 def test_a_follower_sees_what_is_added_and_the_next_start(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(command, "FOLLOW_SECONDS", 0.02)
+    monkeypatch.setattr(command, "POLL_SECONDS", 0.02)
     folder, seen = tmp_path / "logs", [b""]
     append(folder, TRAINER, b"one\n")
     monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))

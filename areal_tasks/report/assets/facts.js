@@ -1,4 +1,4 @@
-// What is known of the runs in words: facts, starts, segments, log, recipe, and where the recipes differ.
+// What is known of the runs in words: where their time went, what they cost, facts, log, recipe, differences.
 import { el, facts, table } from "./dom.js";
 import { shown } from "./format.js";
 
@@ -27,4 +27,28 @@ function runFacts(run, named) {
 
 function folded(title, body, open = false) {
   return el("details", { open }, el("summary", {}, title), body);
+}
+
+/** The section of costs; nothing for runs without a commit. */
+export function costSection(data) {
+  const runs = data.runs.filter((run) => run.cost);
+  if (!runs.length) return null;
+  const about = el("p", { class: "quiet" }, "What a run built itself: history that it shares with a parent, and the run of its warm start, are not counted. Stages may run side by side, and the wall time holds what is in no stage: starts, waits, commits, work that a crash lost.");
+  return el("section", { id: "cost" }, el("h2", {}, "Cost"), about, runs.map((run) => runCost(run, data.runs.length > 1)));
+}
+
+function runCost(run, named) {
+  return el("article", { class: "facts cost" }, named ? el("h3", {}, run.name) : null, facts(run.cost.facts), table(run.cost.stages));
+}
+
+/** The section of times; nothing for runs without samples of their services. */
+export function timeSection(data) {
+  const runs = data.runs.filter((run) => run.time);
+  if (!runs.length) return null;
+  const about = el("p", { class: "quiet" }, "Shares of the time in which the services ran, by samples; servers, and workers, are taken together.");
+  return el("section", { id: "time" }, el("h2", {}, "Where the time goes"), about, runs.map((run) => runTime(run, data.runs.length > 1)));
+}
+
+function runTime(run, named) {
+  return el("article", { class: "facts" }, named ? el("h3", {}, run.name) : null, el("p", {}, run.time.says), table(run.time.table));
 }

@@ -3,9 +3,7 @@ import { button, el } from "./dom.js";
 import { load } from "./data.js";
 import { redrawAll, view } from "./chart.js";
 import { colourOf, curvesSection } from "./curves.js";
-import { costSection } from "./cost.js";
-import { timeSection } from "./time.js";
-import { factsSection } from "./facts.js";
+import { costSection, factsSection, timeSection } from "./facts.js";
 import { rolloutsSection } from "./rollouts.js";
 
 function runChip(data, run, changed) {
