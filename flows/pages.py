@@ -11,7 +11,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -20,13 +20,31 @@ import pyarrow as pa
 
 from areal_tasks.stages.build import Built
 from areal_tasks.store.backend import Store
-from flows.tasks import metrics_text
 from schemas.manifest import StageManifest, Wait, WaitsRecord
 
 # Widths in characters: the UI wraps neither the cells of its tables nor a page's code blocks.
 PROMPT_CUT, COMPLETION_CUT, ANSWER_CUT, NUMBERS_CUT, PAGE_WIDTH = 60, 40, 16, 52, 88
 BAR_WIDTH = 50
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>$:])")
+#: The metrics that a stage's final state and line show; `stages.metrics` in SQL has all of them.
+SHOWN = {
+    "rollout": ("mean_tokens", "truncated"),
+    "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
+    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated", "prompts_dropped"),
+    "train": (
+        *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max", "clamped"),
+        *("lag_mean", "lag_max", "stale_kv", "effective_sample_size", "behaviour_clipped"),
+        *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
+    ),
+}
+SHARES = (
+    *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
+    *("ratio_outside", "stale_kv", "effective_sample_size", "behaviour_clipped"),
+)
+HIDDEN_AT_0 = (
+    *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped"),
+    *("prompts_dropped", "eval_prompts_dropped", "stale_kv", "behaviour_clipped"),
+)
 
 
 def escape_markdown(text: str) -> str:
@@ -94,6 +112,16 @@ def iteration_page(run: str, store: str, summary: str, stages: Sequence[str], pa
         "\n".join(f"    {path}" for path in paths),
     )
     return "\n\n".join(parts)
+
+
+def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
+    """The metrics of SHOWN as text: `reward 0.45, correct 45.3%, unparseable 0.8%`."""
+    named = [(name, metrics[name]) for name in SHOWN.get(stage, metrics) if name in metrics]
+    return ", ".join(
+        f"{name} {value:.1%}" if name in SHARES else f"{name} {value:.4g}"
+        for name, value in named
+        if value or name not in HIDDEN_AT_0
+    )
 
 
 def stage_line(built: Built, made: bool, ui: str, page: UUID | None) -> str:

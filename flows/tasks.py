@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import Task
@@ -17,28 +17,10 @@ from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.jobs import Job
 from areal_tasks.stages.stage import Stage
 from areal_tasks.store.backend import Unavailable
+from flows.pages import metrics_text
 from schemas.errors import UserError
 
 RETRY_DELAYS = [1.0, 5.0, 20.0]
-#: The metrics of a stage that the message of its final state shows; `stages.metrics` in SQL has all of them.
-SHOWN = {
-    "rollout": ("mean_tokens", "truncated"),
-    "verify": ("reward", "correct", "incorrect", "unparseable", "timeout", "error"),
-    "evaluate": ("accuracy", "unparseable", "timeout", "error", "mean_tokens", "truncated", "prompts_dropped"),
-    "train": (
-        *("loss", "grad_norm", "lr", "entropy", "kl", "approx_kl", "clip_fraction", "ratio_max", "clamped"),
-        *("lag_mean", "lag_max", "stale_kv", "effective_sample_size", "behaviour_clipped"),
-        *("logprob_gap_mean", "logprob_gap_max", "ratio_outside", "tokens", "skipped_steps", "train_seconds"),
-    ),
-}
-SHARES = (
-    *("truncated", "correct", "incorrect", "unparseable", "timeout", "error", "kept", "accuracy", "clip_fraction"),
-    *("ratio_outside", "stale_kv", "effective_sample_size", "behaviour_clipped"),
-)
-HIDDEN_AT_0 = (
-    *("truncated", "unparseable", "timeout", "error", "kl", "skipped_steps", "ratio_outside", "clamped"),
-    *("prompts_dropped", "eval_prompts_dropped", "stale_kv", "behaviour_clipped"),
-)
 
 
 class StageTasks:
@@ -105,16 +87,6 @@ def final_state(built: Built) -> State[Any]:
     message = " · ".join(part for part in (tables, metrics, built.ref.path) if part)
     # No data: the flow run's context would keep an entry per result until the run ends.
     return Completed(name="Reused" if built.reused else "Committed", message=message)
-
-
-def metrics_text(stage: str, metrics: Mapping[str, float]) -> str:
-    """The metrics of SHOWN as text: `reward 0.45, correct 45.3%, unparseable 0.8%`."""
-    named = [(name, metrics[name]) for name in SHOWN.get(stage, metrics) if name in metrics]
-    return ", ".join(
-        f"{name} {value:.1%}" if name in SHARES else f"{name} {value:.4g}"
-        for name, value in named
-        if value or name not in HIDDEN_AT_0
-    )
 
 
 def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:

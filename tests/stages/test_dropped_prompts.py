@@ -18,7 +18,7 @@ from areal_tasks.stages.jobs import IterationResult, Job, run_directly
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.store.query import Session
 from flows.observe import summary_line
-from flows.tasks import metrics_text
+from flows.pages import metrics_text
 
 SHORT = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
 LONG = {"question": "1+1+1+1+1+1=", "answer": "6"}
