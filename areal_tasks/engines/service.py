@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
@@ -127,6 +127,11 @@ class BearerAuth:
         return hmac.compare_digest(given, self.expected)
 
 
+def status_in(statuses: Iterable[tuple[type[Exception], int]], error: BaseException) -> int:
+    """The HTTP status of the first kind in this table that the error is of; 500, which is unexpected, for any other."""
+    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+
+
 def endpoint(
     handle: Callable[[Request], Awaitable[Any]],
     status_of: Callable[[Exception], int],
@@ -134,7 +139,7 @@ def endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     """Answers a request with the response of `handle`, or its result as JSON, or {"error": "..."} and a status.
 
-    Errors with status 500 are logged: they are unexpected.
+    Errors with status 500 are logged.
     """
 
     async def answer(request: Request) -> Response:

@@ -34,13 +34,16 @@ from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make
 from areal_tasks.engines.ends import Detokenizer, end_tokens
 from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.engines.models import load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
+from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve, status_in
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
 
 Answer = dict[str, Any]
+#: The HTTP status of each error: 503 if store or engine do not answer. Any other is 500, as `NotFinite`.
+STATUSES: Final = ((Unavailable, 503), (RuntimeError, 503), (UserError, 400))
+status_of: Final = partial(status_in, STATUSES)
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
 
@@ -172,13 +175,6 @@ class Server:
 
     async def model_info(self, request: Request) -> Answer:
         return {"weight_version": self.engine.version}
-
-
-def status_of(error: BaseException) -> int:
-    """HTTP status: 400 for the caller's mistake, 503 if engine or store do not answer, else 500, as for `NotFinite`."""
-    if isinstance(error, (Unavailable, RuntimeError)):
-        return 503
-    return 400 if isinstance(error, UserError) else 500
 
 
 async def _disconnect(request: Request) -> None:

@@ -30,7 +30,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Detokenizer, Ends
 from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.models import describing_files, load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
+from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve, status_in
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
@@ -98,8 +98,9 @@ def make_app(spec: ServiceSpec) -> Starlette:
             DUTIES.remove(duty)
             await worker.close()
 
+    status_of = partial(status_in, STATUSES)
     routes = [
-        Route(f"/{name}", endpoint(_handler(getattr(worker, name), body), _status), methods=["POST"])
+        Route(f"/{name}", endpoint(_handler(getattr(worker, name), body), status_of), methods=["POST"])
         for name, body in REQUESTS.items()
     ]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -112,10 +113,6 @@ def _handler(
         return await (method() if body is None else method(body.model_validate_json(await request.body())))
 
     return handle
-
-
-def _status(error: Exception) -> int:
-    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
 
 
 def main() -> None:
