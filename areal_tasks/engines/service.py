@@ -86,8 +86,13 @@ def read_spec() -> ServiceSpec:
 
 
 @contextmanager
-def exit_with_reason() -> Iterator[None]:
-    """End the process with the reason on a UserError; with UNAVAILABLE if the store does not answer."""
+def as_service() -> Iterator[None]:
+    """From here on, this process logs as all services do. Inside, a UserError ends it with the reason.
+
+    Its exit code is UNAVAILABLE if the store does not answer.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it names each request
     try:
         yield
     except Unavailable as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import time
@@ -34,7 +33,7 @@ from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make
 from areal_tasks.engines.ends import Detokenizer, end_tokens
 from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.engines.models import load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve, status_in
+from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, serve, status_in
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
@@ -75,9 +74,8 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
 
 def main() -> None:
     """Serve until terminated; exits with the reason if the model cannot be served."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
-    with exit_with_reason():
+    with as_service():
         on_failure = partial(os.kill, os.getpid(), signal.SIGTERM)  # the supervisor restarts the process
         serve(make_app(spec, on_failure), spec)
 

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, register, serve, status_in
+from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, register, serve, status_in
 from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health, Message
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
@@ -43,7 +43,7 @@ KEPT: Final = frozenset({"publish", "send"})
 def main() -> None:
     """Serve, or follow rank 0, until terminated."""
     spec = read_spec()
-    with exit_with_reason():
+    with as_service():
         group = join(spec, read_settings(spec.recipe).trainer)
         if group.rank == 0:
             serve(make_app(spec, group), spec)
