@@ -1,4 +1,4 @@
-"""The exception for errors that the user can fix, which is printed without a traceback."""
+"""The exception for errors that the user can fix, which is printed without a traceback; and parts of messages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """An error in a recipe, an argument or the environment. The message names the cause and the remedy."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: the first of its message that is not blank, else its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from areal_tasks.store.paths import run_record
 from areal_tasks.store.reachable import written_weights
 from areal_tasks.store.retention.tombstones import check_kept, check_run_kept
 from areal_tasks.store.runs import Run, load_run
-from schemas.errors import UserError
+from schemas.errors import UserError, first_line
 from schemas.manifest import FileRef, IterationCommit, WeightsRef
 from schemas.recipe.sections import Model
 
@@ -145,12 +145,8 @@ def _from_hub(path: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"model.path: '{path}' is no folder here (looked for {Path(path).absolute()}), and the hub gives no model "
-            f"of that name: {_first_line(error)}. Put the model's folder there, or name one that the hub has"
+            f"of that name: {first_line(error)}. Put the model's folder there, or name one that the hub has"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def link_wanted(folder: Path, into: Path) -> Path:

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
@@ -86,8 +86,13 @@ def read_spec() -> ServiceSpec:
 
 
 @contextmanager
-def exit_with_reason() -> Iterator[None]:
-    """End the process with the reason on a UserError; with UNAVAILABLE if the store does not answer."""
+def as_service() -> Iterator[None]:
+    """From here on, this process logs as all services do. Inside, a UserError ends it with the reason.
+
+    Its exit code is UNAVAILABLE if the store does not answer.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it names each request
     try:
         yield
     except Unavailable as error:
@@ -127,6 +132,11 @@ class BearerAuth:
         return hmac.compare_digest(given, self.expected)
 
 
+def status_in(statuses: Iterable[tuple[type[Exception], int]], error: BaseException) -> int:
+    """The HTTP status of the first kind in this table that the error is of; 500, which is unexpected, for any other."""
+    return next((status for kind, status in statuses if isinstance(error, kind)), 500)
+
+
 def endpoint(
     handle: Callable[[Request], Awaitable[Any]],
     status_of: Callable[[Exception], int],
@@ -134,7 +144,7 @@ def endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     """Answers a request with the response of `handle`, or its result as JSON, or {"error": "..."} and a status.
 
-    Errors with status 500 are logged: they are unexpected.
+    Errors with status 500 are logged.
     """
 
     async def answer(request: Request) -> Response:

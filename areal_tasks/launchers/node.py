@@ -33,7 +33,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_tasks.engines.ports import listen, url_host
-from areal_tasks.engines.service import ServiceSpec, exit_at_sigterm, exit_with_reason
+from areal_tasks.engines.service import ServiceSpec, as_service, exit_at_sigterm
 from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
 from areal_tasks.launchers.cluster import PREEMPTED
 from areal_tasks.launchers.gpus import visible_gpus
@@ -319,8 +319,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with exit_with_reason():
+    with as_service():
         code = run(NodeJob.model_validate_json(os.environ.pop(JOB)))
     sys.exit(code)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import materialise
-from areal_tasks.store.shards import read_table
+from areal_tasks.store.reachable import INITIAL, named_weights
 from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsManifest
 
@@ -78,13 +77,11 @@ def load_tokenizer(catalog: Catalog, scratch: Path) -> tuple[Decode, Name]:
 
 def initial_files(catalog: Catalog) -> tuple[FileRef, ...]:
     """The files of version 0, as stage `initialise` recorded them."""
-    found = catalog.selected(catalog.stages_of.get("initial_weights", set()))
+    found = catalog.selected(catalog.stages_of.get(INITIAL, set()))
     if not found:
         raise UserError("it has no initial weights yet")
-    manifest, store = found[0].manifest, catalog.run.store
-    row = read_table(store, manifest.tables["initial_weights"], ("version", "weights_attempt")).to_pylist()[0]
-    path = paths.weights(manifest.run, row["version"], row["weights_attempt"])
-    return read_record(store, path, WeightsManifest).files
+    store = catalog.run.store
+    return read_record(store, named_weights(store, found[0].manifest).path, WeightsManifest).files
 
 
 def _fast(path: Path) -> tuple[Decode, Name]:

@@ -22,11 +22,12 @@ from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly
-from areal_tasks.stages.overlap import Overlap, Results, in_thread
+from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import (
     EVALUATING,
@@ -216,7 +217,7 @@ class Loop:
                 found |= self._level(ready, plan, context, found)
             return found, groups_of(context.store, found["rollout"].manifest)
 
-        self._ahead = in_thread(work, "ahead")
+        self._ahead = in_background(work, "ahead")
 
     def _take_ahead(self) -> dict[str, Built]:
         """The next iteration's stages that were begun while the previous one trained. Raises what they raised."""

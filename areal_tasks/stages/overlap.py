@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Execute, Job
 from areal_tasks.stages.publish import published_late
 from areal_tasks.store.parallel import in_background
 
-T = TypeVar("T")
 Results = Mapping[str, Built]  # by label: a later iteration has such stages of its own
 
 
@@ -55,10 +51,10 @@ class Overlap:
                 self._evaluate(on_own_server(evaluation, published) if several else evaluation)
             return published
 
-        self._publication = in_thread(work, "publication")
+        self._publication = in_background(work, "publication")
 
     def _evaluate(self, job: Job) -> None:
-        self._evaluation = Evaluation(job, in_thread(lambda: self._execute([job])[0], job.label))
+        self._evaluation = Evaluation(job, in_background(lambda: self._execute([job])[0], job.label))
 
     def take(self, evaluation: bool) -> dict[str, Built]:
         """The results of the publication, which this waits for, and those of the evaluation if it has ended.
@@ -85,8 +81,3 @@ def on_own_server(job: Job, published: Results) -> Job:
     context = job.context
     ref = published_late(context.store, published.values(), context.iteration) or context.weights
     return replace(job, context=replace(context, held=ref)) if ref.written else job
-
-
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """`work` in a thread of that name, in a copy of the caller's context."""
-    return in_background(partial(copy_context().run, work), name)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TypeVar
 
 A = TypeVar("A")
@@ -21,13 +22,13 @@ def parallel(work: Callable[[A], B], items: Sequence[A], threads: int = 16) -> l
 
 
 def in_background(work: Callable[[], B], name: str) -> Future[B]:
-    """`work` in a daemon thread; the future's `result` raises its error."""
-    found: Future[B] = Future()
+    """`work` in a daemon thread, in a copy of the caller's context; the future's `result` raises its error."""
+    found, context = Future[B](), copy_context()
     found.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def run() -> None:
         try:
-            found.set_result(work())
+            found.set_result(context.run(work))
         except BaseException as error:
             found.set_exception(error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -22,7 +21,7 @@ from areal_tasks.store.provenance import now, utc
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_owner
 from areal_tasks.store.spool import read_spool
-from areal_tasks.store.waits import is_running
+from areal_tasks.store.waits import may_run
 from schemas.manifest import ENDINGS, LogRecord, OwnerRecord, RejectedGroup, Segment, SpooledGroup
 from schemas.recipe.recorded import read_recorded
 from schemas.views import LOG, SEGMENTS, SPOOL, STARTS
@@ -92,13 +91,13 @@ def read_owners(run: Run) -> list[OwnerRecord]:
     return parallel(lambda n: read_record(run.store, paths.owner(run.name, n), OwnerRecord), numbers)
 
 
-def may_be_running(run: Run) -> bool:
-    """Whether the last start of the flow may be running: the log has no end of it, and its process, if here, runs."""
+def running_start(run: Run) -> OwnerRecord | None:
+    """The last start of the flow, if it may run: the log has no end of it, and its process, if here, runs."""
     owner = last_owner(run.store, run.name)
     if not owner or end_of_start(run.store, run.name, owner) is not None:
-        return False
+        return None
     record = read_record(run.store, paths.owner(run.name, owner), OwnerRecord)
-    return record.host != socket.gethostname() or is_running(record.pid)
+    return record if may_run(record) else None
 
 
 def starts_table(catalog: Catalog) -> pa.Table:

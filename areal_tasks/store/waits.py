@@ -21,7 +21,7 @@ from areal_tasks.store.commit import read_record
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_number, last_owner
-from schemas.manifest import Wait, WaitsRecord
+from schemas.manifest import OwnerRecord, Wait, WaitsRecord
 
 #: How late a record may be: the store is slow, or another machine's clock is wrong.
 GRACE_SECONDS: Final = 60.0
@@ -48,16 +48,16 @@ def current_waits(run: Run) -> WaitsRecord | None:
 
 
 def is_current(record: WaitsRecord, time: datetime) -> bool:
-    """Whether the process that wrote the record may still wait at `time`: its next record is not overdue, and the
-    process, if it is on this machine, runs.
+    """Whether the process that wrote the record may still wait at `time`: it may run, and its next record is not
+    overdue.
     """
     due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + GRACE_SECONDS)
-    return time <= due and (record.host != socket.gethostname() or is_running(record.pid))
+    return time <= due and may_run(record)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process of this machine runs."""
+def may_run(record: WaitsRecord | OwnerRecord) -> bool:
+    """Whether the process that wrote the record runs, as far as this machine knows: of another one's, nothing."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return record.host != socket.gethostname() or psutil.Process(record.pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from areal_tasks.launchers.gpus import visible_gpus
-from flows.cli.processes import POOL, needed_server
+from flows.cli.processes import POOL, asking, needed_server
 from schemas.errors import UserError
 
 RECOVERY = "arealflow-recovery"
@@ -106,12 +106,8 @@ def alerts(
     The environment variable AREALFLOW_ALERT_WEBHOOK holds its address, which the server keeps in a block. Without the
     variable, the alerts are updated and the address stays.
     """
-    api_url = needed_server()
-    try:
-        message = remove_alerts(api_url) if no_more else install_alerts(api_url, stalled_minutes)
-    except httpx.HTTPError as error:
-        raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}") from error
-    typer.echo(message)
+    with asking(api_url := needed_server()):
+        typer.echo(remove_alerts(api_url) if no_more else install_alerts(api_url, stalled_minutes))
 
 
 def install_alerts(api_url: str, stalled_minutes: float | None) -> str:
@@ -148,15 +144,13 @@ def save_block(api_url: str, address: str) -> str:
     UserError if there is neither, or the address is not an http(s) URL.
     """
     from prefect.blocks.webhook import Webhook
-    from prefect.settings import PREFECT_API_URL, temporary_settings
 
     if not address:
         return existing_block(api_url)
     if not address.startswith(("http://", "https://")):
         raise UserError(f"{WEBHOOK_VARIABLE} should be an http:// or https:// address")  # it is a secret: not shown
-    with temporary_settings({PREFECT_API_URL: api_url}):
-        webhook = Webhook(method="POST", url=address, headers={"content-type": "application/json"})
-        return str(webhook.save(BLOCK, overwrite=True))
+    webhook = Webhook(method="POST", url=address, headers={"content-type": "application/json"})
+    return str(webhook.save(BLOCK, overwrite=True))
 
 
 def existing_block(api_url: str) -> str:

@@ -11,7 +11,7 @@ import typer
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.changes import find_change, last_change, pending_changes, request_change
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.record_tables import may_be_running
+from areal_tasks.store.record_tables import running_start
 from areal_tasks.store.runs import Run, load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
@@ -31,7 +31,7 @@ def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: A
         show_live(loaded, as_json)
         return
     check_changeable(loaded)
-    running = may_be_running(loaded)
+    running = running_start(loaded) is not None
     first = loaded.committed + (2 if running else 0)
     if first >= (loaded.planned or 1):  # an evaluation has one iteration and no schedule
         left = f"run {run} has no iteration left in which a change would be in force"

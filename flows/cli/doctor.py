@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import typer
 
 from areal_tasks.store.backend import open_store
@@ -18,7 +17,7 @@ from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
 from flows.cli.machine import DEFAULT_PORT, free_port
 from flows.cli.output import AsJson, StoreUrl, show
-from flows.cli.processes import named_server, running, ui_url
+from flows.cli.processes import asking, named_server, running, ui_url
 from flows.credentials import NEEDED, on_s3, read_prefect_keys, set_key_variables, set_keys
 from flows.home import home
 from schemas.errors import UserError
@@ -98,11 +97,9 @@ def s3_keys(store: str) -> dict[str, Any]:
     kept: dict[str, str] = {}
     try:
         if url := named_server():
-            from prefect.settings import PREFECT_API_URL, temporary_settings  # here: Prefect takes a second to import
-
-            with temporary_settings({PREFECT_API_URL: url}):
+            with asking(url):
                 kept = read_prefect_keys()
-    except (httpx.HTTPError, RuntimeError, UserError) as error:  # Prefect's client raises a RuntimeError as well
+    except UserError as error:
         return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server cannot be asked: {error}")
     if not kept:
         return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operate/s3.md)")

@@ -15,15 +15,15 @@ from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
 from areal_tasks.launchers.placement import propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
-from areal_tasks.store.history.journal import end_of_start, read_log
+from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.record_tables import read_owners
+from areal_tasks.store.record_tables import running_start
 from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import current_waits
 from flows.cli.inspect import next_recipe
 from flows.cli.output import show
 from schemas.errors import UserError
-from schemas.manifest import NodeRecord, OwnerRecord, ServiceRecord
+from schemas.manifest import NodeRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe
 
 #: A record of a service's start: its name, and the number of the start.
@@ -79,17 +79,11 @@ def machines_of(recipe: Recipe) -> list[Machine]:
 def run_placement(run: Run, changes: Sequence[str], as_json: bool) -> None:
     """Print where the services of a run are; if its flow has ended, where they would run if it began again."""
     recipe = next_recipe(run, changes)
-    if (owner := running_owner(run)) is None:
+    if (owner := running_start(run)) is None:
         plan_placement(recipe, as_json)
         return
     title = f"run {run.name}, start {owner.n} of its flow, on {owner.host} since {owner.started[:19]} UTC"
     show(running_rows(run, recipe, owner.n), as_json, title)
-
-
-def running_owner(run: Run) -> OwnerRecord | None:
-    """The newest start of the run's flow, unless the run's log says that it has ended."""
-    owners = read_owners(run)
-    return owners[-1] if owners and end_of_start(run.store, run.name, owners[-1].n) is None else None
 
 
 def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:

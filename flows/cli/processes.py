@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Final
 
+import httpx
 import psutil
 
 from areal_tasks.store.backend import store_url
@@ -24,6 +25,7 @@ PART: Final = "AREALFLOW_PART"
 FLOW_RUN: Final = "PREFECT__FLOW_RUN_ID"
 POOL: Final = "arealflow"
 START_SECONDS = 120.0  # within which a Prefect server answers
+_REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 def parts(*names: str) -> list[psutil.Process]:
@@ -88,6 +90,30 @@ def needed_server() -> str:
     if not (api_url := named_server()):
         raise UserError("no Prefect server runs here: start it with `arealflow up`, or name one in PREFECT_API_URL")
     return api_url
+
+
+@contextmanager
+def asking(api_url: str) -> Iterator[None]:
+    """Inside, Prefect's client asks the server at this address; what fails there is raised as a UserError."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # here: Prefect takes a second to import
+
+    try:
+        with temporary_settings({PREFECT_API_URL: api_url}):
+            yield
+    except (httpx.HTTPError, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
+        raise UserError(why(api_url, error)) from error
+
+
+def why(api_url: str, error: Exception) -> str:
+    """The message for an error of Prefect's client: what is wrong with the server, by its cause, and the remedy."""
+    cause = error if isinstance(error, httpx.HTTPError) else error.__cause__
+    if isinstance(cause, httpx.TransportError):
+        return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): check that it runs"
+    if isinstance(cause, httpx.HTTPStatusError):
+        status = cause.response.status_code
+        remedy = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING" if status in _REFUSED else "see its log"
+        return f"the Prefect server at {api_url} answers {status}: {remedy}"
+    return f"Prefect's client cannot use the server at {api_url}: {error}"
 
 
 def ui_url(api_url: str) -> str:

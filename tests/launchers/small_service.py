@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from areal_tasks.engines.lifeline import watch_lifeline
-from areal_tasks.engines.service import ServiceSpec, exit_with_reason, read_spec, serve
+from areal_tasks.engines.service import ServiceSpec, as_service, read_spec, serve
 from areal_tasks.store.backend import Unavailable
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     if spec.name == "dies":
         sys.exit("error: there is no such model")
     if spec.name == "storeless":
-        with exit_with_reason():
+        with as_service():
             raise Unavailable("the store does not answer")
     if spec.name == "silent":
         time.sleep(3600)  # it never says that it is ready

@@ -146,6 +146,8 @@ def test_a_trainer_that_is_killed_meanwhile_begins_another(
     assert any(line.startswith("no checkpoint of version 1: ") for line in caplog.messages)
     named = [version for version in saved(run) if version is not None]
     assert named and 1 not in named
+    logs = "".join(path.read_text() for path in (tmp_path / "logs" / "r").glob("trainer-*.log"))
+    assert "copied a checkpoint in" in logs and "wrote a checkpoint in" in logs
 
 
 def test_a_store_that_is_away_for_one_costs_only_that_one(

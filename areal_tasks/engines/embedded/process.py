@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import time
@@ -34,13 +33,16 @@ from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make
 from areal_tasks.engines.ends import Detokenizer, end_tokens
 from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.engines.models import load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
+from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, serve, status_in
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference, Model
 
 Answer = dict[str, Any]
+#: The HTTP status of each error: 503 if store or engine do not answer. Any other is 500, as `NotFinite`.
+STATUSES: Final = ((Unavailable, 503), (RuntimeError, 503), (UserError, 400))
+status_of: Final = partial(status_in, STATUSES)
 HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
 
@@ -72,9 +74,8 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
 
 def main() -> None:
     """Serve until terminated; exits with the reason if the model cannot be served."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = read_spec()
-    with exit_with_reason():
+    with as_service():
         on_failure = partial(os.kill, os.getpid(), signal.SIGTERM)  # the supervisor restarts the process
         serve(make_app(spec, on_failure), spec)
 
@@ -172,13 +173,6 @@ class Server:
 
     async def model_info(self, request: Request) -> Answer:
         return {"weight_version": self.engine.version}
-
-
-def status_of(error: BaseException) -> int:
-    """HTTP status: 400 for the caller's mistake, 503 if engine or store do not answer, else 500, as for `NotFinite`."""
-    if isinstance(error, (Unavailable, RuntimeError)):
-        return 503
-    return 400 if isinstance(error, UserError) else 500
 
 
 async def _disconnect(request: Request) -> None:

@@ -27,8 +27,8 @@ from areal_tasks.engines.service import (
     TOKEN,
     ModelFolder,
     ServiceSpec,
+    as_service,
     exit_at_sigterm,
-    exit_with_reason,
     read_spec,
     register,
     url_at,
@@ -58,9 +58,7 @@ def main() -> None:
     adopt_orphans()
     watch_lifeline(end_sglang)
     exit_at_sigterm()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    with exit_with_reason():
+    with as_service():
         try:
             code = run(read_spec(), os.environ[TOKEN])
         finally:

@@ -31,7 +31,7 @@ from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed, PiecesP
 from areal_tasks.engines.trainer.memory import ran_out
 from areal_tasks.engines.trainer.optimizer import prepare_state
 from areal_tasks.store.objects.local import file_sha256
-from schemas.errors import UserError
+from schemas.errors import UserError, first_line
 
 #: A parameter's `weight` and its AdamW state: `step`, `exp_avg`, `exp_avg_sq`. Sharded tensors are DTensors.
 Parameter = Mapping[str, Tensor]
@@ -134,7 +134,7 @@ def _causes() -> Iterator[None]:
         yield
     except CheckpointException as error:
         first = _first(error)
-        raise (first if isinstance(first, Exception) else RuntimeError(_reason(error))) from error
+        raise (first if isinstance(first, Exception) else RuntimeError(first_line(_first(error)))) from error
 
 
 def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_there) -> Progress:
@@ -157,7 +157,7 @@ def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_the
     except (CheckpointException, RuntimeError, ValueError) as error:
         if isinstance(cause := _first(error), UserError) or ran_out(cause):
             raise cause from error
-        raise UserError(f"the checkpoint in {folder} is not one of this model: {_reason(error)}") from error
+        raise UserError(f"the checkpoint in {folder} is not one of this model: {first_line(_first(error))}") from error
     torch.set_rng_state(rng)
     step, skipped = counts.tolist()
     return Progress(step, skipped)
@@ -206,8 +206,3 @@ def _first(error: BaseException) -> BaseException:
     """The first failure of any rank."""
     failures = getattr(error, "failures", {})
     return next((cause for cause, _ in failures.values()), error)
-
-
-def _reason(error: BaseException) -> str:
-    first = _first(error)
-    return str(first).splitlines()[0] if str(first) else type(first).__name__

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from areal_tasks.launchers.advice import TRAINER_MEMORY
-from schemas.errors import UserError
+from schemas.errors import UserError, first_line
 
 #: Texts of torch's RuntimeErrors when the host has no more memory, or none that can be page-locked.
 _HOST: Final = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
@@ -25,8 +25,8 @@ def names_memory_knobs() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
-        found = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"the trainer ran out of memory: {found} In this order: {TRAINER_MEMORY}.") from error
+        what = f"the trainer ran out of memory: {first_line(error)}"
+        raise UserError(f"{what} In this order: {TRAINER_MEMORY}.") from error
 
 
 def ran_out(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, register, serve
+from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, register, serve, status_in
 from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health, Message
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
@@ -43,7 +43,7 @@ KEPT: Final = frozenset({"publish", "send"})
 def main() -> None:
     """Serve, or follow rank 0, until terminated."""
     spec = read_spec()
-    with exit_with_reason():
+    with as_service():
         group = join(spec, read_settings(spec.recipe).trainer)
         if group.rank == 0:
             serve(make_app(spec, group), spec)
@@ -159,9 +159,7 @@ STATUSES: Final = ((Superseded, 403), (StaleCommand, 409), (ValidationError, 422
 
 
 def _status(error: Exception) -> int:
-    if isinstance(error, GroupBroken) and error.by_user:
-        return 400
-    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+    return 400 if isinstance(error, GroupBroken) and error.by_user else status_in(STATUSES, error)
 
 
 def _text(error: Exception) -> str:

@@ -7,7 +7,6 @@ status depends on their type (`areal_tasks.rollout.orders.STATUSES`).
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import tempfile
@@ -30,7 +29,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Detokenizer, Ends
 from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.models import describing_files, load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, endpoint, exit_with_reason, read_spec, serve
+from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, serve, status_in
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
@@ -98,8 +97,9 @@ def make_app(spec: ServiceSpec) -> Starlette:
             DUTIES.remove(duty)
             await worker.close()
 
+    status_of = partial(status_in, STATUSES)
     routes = [
-        Route(f"/{name}", endpoint(_handler(getattr(worker, name), body), _status), methods=["POST"])
+        Route(f"/{name}", endpoint(_handler(getattr(worker, name), body), status_of), methods=["POST"])
         for name, body in REQUESTS.items()
     ]
     return Starlette(routes=routes, lifespan=lifespan)
@@ -114,16 +114,11 @@ def _handler(
     return handle
 
 
-def _status(error: Exception) -> int:
-    return next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
-
-
 def main() -> None:
     """Serve until asked to end."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with suppress(OSError):  # if memory runs out, Linux then ends users' code rather than a trainer or the flow
         Path("/proc/self/oom_score_adj").write_text("500")
-    with exit_with_reason():
+    with as_service():
         spec = read_spec()
         serve(make_app(spec), spec)
 

@@ -20,6 +20,7 @@ from areal_tasks.store.backend import Missing, Store, StoreError, damaged
 from areal_tasks.store.commit import verified
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import footer_holds
+from schemas.errors import first_line
 from schemas.manifest import FileRef
 
 _PIECE: Final = 4 << 20
@@ -85,8 +86,9 @@ def _errors(store: Store, path: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise Missing(store.uri(path)) from error
     except OSError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise StoreError(f"{store.uri(path)} cannot be read: {reason}. Fix the cause, then run again.") from error
+        raise StoreError(
+            f"{store.uri(path)} cannot be read: {first_line(error)[:200]}. Fix the cause, then run again."
+        ) from error
 
 
 def remove(store: Store, paths: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from pyarrow.fs import FileSystem, S3FileSystem
 
 from areal_tasks.store.backend import Content, Exists, Missing, Store, StoreError, Unavailable, s3_endpoint, s3_region
 from areal_tasks.store.objects.s3_bulk import Bulk, body_headers, reading_body
-from schemas.errors import UserError
+from schemas.errors import UserError, first_line
 
 T = TypeVar("T")
 
@@ -193,15 +193,13 @@ class S3Backend(Store):
             return Exists(path)
         if code in ("NoSuchKey", "NoSuchUpload", "404"):
             return Missing(self.uri(path))
-        where = self.endpoint or "AWS"
+        where, why = self.endpoint or "AWS", first_line(error)[:200]
         if isinstance(error, _CORRUPTED) or code in _ALTERED:
             return _Corrupted(
-                f"{self.uri(path)} arrives incomplete or altered from {where} ({_short(error)}): {_CORRUPTED_REMEDY}."
+                f"{self.uri(path)} arrives incomplete or altered from {where} ({why}): {_CORRUPTED_REMEDY}."
             )
         if not code:
-            return Unavailable(
-                f"The store {self.uri('')} at {where} cannot be reached ({_short(error)}): {_UNREACHABLE}."
-            )
+            return Unavailable(f"The store {self.uri('')} at {where} cannot be reached ({why}): {_UNREACHABLE}.")
         kind = StoreError if code in _REMEDIES else Unavailable
         remedy = _REMEDIES.get(code, _OTHER_REMEDY)
         return kind(f"The store at {where} refused {self.uri(path)} ({code}): {remedy}.")
@@ -224,7 +222,3 @@ def _credential(name: str) -> str:
             "(`arealflow s3-keys`), or use a file:// store."
         )
     return value
-
-
-def _short(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
