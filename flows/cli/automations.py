@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from base64 import b64encode
 from importlib.resources import files
 from typing import Annotated, Any, Final
 
@@ -27,6 +28,8 @@ WEBHOOK_VARIABLE: Final = "AREALFLOW_ALERT_WEBHOOK"
 BLOCK: Final = "arealflow-alerts"
 STALLED: Final = "arealflow-stalled"
 LEAST_SECONDS: Final = 10.0
+_CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
+_REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 def install(api_url: str) -> None:
@@ -38,7 +41,7 @@ def install(api_url: str) -> None:
     pool = {"name": POOL, "type": "process", "concurrency_limit": 1 if visible_gpus() else None}
     answer = ask("POST", f"{api_url}/work_pools/", pool)  # the worker completes it
     if answer.is_error and answer.status_code != httpx.codes.CONFLICT:
-        raise UserError(f"the Prefect server refused the work pool {POOL}: {answer.text[:500]}")
+        raise UserError(f"the Prefect server refused the work pool {POOL}: {_reason(answer)}")
     put(api_url, {**read_automation(RECOVERY.removeprefix("arealflow-")), **SWITCH})
 
 
@@ -51,7 +54,7 @@ def put(api_url: str, wanted: dict[str, Any]) -> None:
         update = {**wanted, "enabled": existing["enabled"]}
         answer = ask("PUT", f"{api_url}/automations/{existing['id']}", update)
     if answer.is_error:
-        raise UserError(f"the Prefect server refused the automation {wanted['name']}: {answer.text[:500]}")
+        raise UserError(f"the Prefect server refused the automation {wanted['name']}: {_reason(answer)}")
 
 
 def remove(api_url: str, name: str) -> bool:
@@ -84,12 +87,36 @@ def ask(
     timeout: float = TIMEOUT_SECONDS,
 ) -> httpx.Response:
     """The server's response; retried on 503, with which Prefect reports a busy database before it writes anything."""
+    headers = authorization()
     for pause in (*BUSY_PAUSES, None):
-        answer = httpx.request(method, url, json=body, params=params, timeout=timeout)
+        answer = httpx.request(method, url, json=body, params=params, headers=headers, timeout=timeout)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or pause is None:
             break
         time.sleep(pause)
     return answer
+
+
+def authorization() -> dict[str, str]:
+    """The header that Prefect's client sends with each request, for the credentials in this environment."""
+    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
+        return {"Authorization": f"Basic {b64encode(user_and_password.encode()).decode()}"}
+    key = os.environ.get("PREFECT_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def why(api_url: str, error: Exception) -> str:
+    """The message for an error of httpx or of Prefect's client: what is wrong with the server, and the remedy."""
+    cause = error if isinstance(error, httpx.HTTPError) else error.__cause__
+    if isinstance(cause, httpx.TransportError):
+        return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): check that it runs"
+    if isinstance(cause, httpx.HTTPStatusError):
+        remedy = _CREDENTIALS if cause.response.status_code in _REFUSED else "see its log"
+        return f"the Prefect server at {api_url} answers {cause.response.status_code}: {remedy}"
+    return f"Prefect's client cannot use the server at {api_url}: {error}"
+
+
+def _reason(answer: httpx.Response) -> str:
+    return _CREDENTIALS if answer.status_code in _REFUSED else answer.text[:500]
 
 
 # ── alerts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,8 +136,8 @@ def alerts(
     api_url = needed_server()
     try:
         message = remove_alerts(api_url) if no_more else install_alerts(api_url, stalled_minutes)
-    except httpx.HTTPError as error:
-        raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}") from error
+    except (httpx.HTTPError, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
+        raise UserError(why(api_url, error)) from error
     typer.echo(message)
 
 
@@ -161,7 +188,7 @@ def save_block(api_url: str, address: str) -> str:
 
 def existing_block(api_url: str) -> str:
     """Id of the webhook block on the server. UserError if there is none."""
-    answer = httpx.get(f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}", timeout=30)
+    answer = ask("GET", f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}")
     if answer.status_code == httpx.codes.NOT_FOUND:
         raise UserError(f"where should alerts go? Put the webhook's address into {WEBHOOK_VARIABLE} and try again")
     return str(answer.raise_for_status().json()["id"])

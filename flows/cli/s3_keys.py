@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Final
+from typing import Annotated
 
 import httpx
 import typer
 
+from flows.cli.automations import why
 from flows.cli.processes import needed_server
 from flows.credentials import BLOCK, NEEDED, keys_in_environment
 from schemas.errors import UserError
-
-_REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 def s3_keys(
@@ -33,18 +32,6 @@ def s3_keys(
     except (httpx.HTTPError, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
         raise UserError(why(api_url, error)) from error
     typer.echo(f"{api_url}: {outcome}")
-
-
-def why(api_url: str, error: Exception) -> str:
-    """The message for an error of Prefect's client: what is wrong with the server, by its cause, and the remedy."""
-    cause = error if isinstance(error, httpx.HTTPError) else error.__cause__
-    if isinstance(cause, httpx.TransportError):
-        return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): check that it runs"
-    if isinstance(cause, httpx.HTTPStatusError):
-        status = cause.response.status_code
-        remedy = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING" if status in _REFUSED else "see its log"
-        return f"the Prefect server at {api_url} answers {status}: {remedy}"
-    return f"Prefect's client cannot use the server at {api_url}: {error}"
 
 
 def keep_keys() -> str:

@@ -26,7 +26,7 @@ from areal_tasks.engines import session
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import Store, open_store, s3_endpoint, s3_region
 from flows import credentials
-from flows.cli import s3_keys
+from flows.cli import automations
 from flows.cli.main import main
 from flows.credentials import BLOCK, NEEDED, PLACES, SECRETS, keys_in_environment, load_s3_keys, read_prefect_keys
 from flows.home import home
@@ -237,8 +237,8 @@ def test_what_is_wrong_with_the_server_is_told_apart() -> None:
     refused = httpx.HTTPStatusError("no", request=request, response=httpx.Response(401, request=request))
     unreached = RuntimeError("Failed to reach API")
     unreached.__cause__ = httpx.ConnectError("refused")
-    assert s3_keys.why("U", refused) == (
+    assert automations.why("U", refused) == (
         "the Prefect server at U answers 401: check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
     )
-    assert s3_keys.why("U", unreached) == "no Prefect server answers at U (refused): check that it runs"
-    assert s3_keys.why("U", RuntimeError("Found incompatible versions")).endswith(": Found incompatible versions")
+    assert automations.why("U", unreached) == "no Prefect server answers at U (refused): check that it runs"
+    assert automations.why("U", RuntimeError("Found incompatible versions")).endswith(": Found incompatible versions")
