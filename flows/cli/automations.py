@@ -29,7 +29,7 @@ BLOCK: Final = "arealflow-alerts"
 STALLED: Final = "arealflow-stalled"
 LEAST_SECONDS: Final = 10.0
 _CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
-_REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 
 def install(api_url: str) -> None:
@@ -110,13 +110,13 @@ def why(api_url: str, error: Exception) -> str:
     if isinstance(cause, httpx.TransportError):
         return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): check that it runs"
     if isinstance(cause, httpx.HTTPStatusError):
-        remedy = _CREDENTIALS if cause.response.status_code in _REFUSED else "see its log"
+        remedy = _CREDENTIALS if cause.response.status_code in REFUSED else "see its log"
         return f"the Prefect server at {api_url} answers {cause.response.status_code}: {remedy}"
-    return f"Prefect's client cannot use the server at {api_url}: {error}"
+    return f"Prefect's client cannot use the server at {api_url}: {error or type(error).__name__}"
 
 
 def _reason(answer: httpx.Response) -> str:
-    return _CREDENTIALS if answer.status_code in _REFUSED else answer.text[:500]
+    return _CREDENTIALS if answer.status_code in REFUSED else answer.text[:500]
 
 
 # ── alerts ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
+from flows.cli.automations import why
 from flows.cli.machine import DEFAULT_PORT, free_port
 from flows.cli.output import AsJson, StoreUrl, show
 from flows.cli.processes import named_server, running, ui_url
@@ -103,7 +104,8 @@ def s3_keys(store: str) -> dict[str, Any]:
             with temporary_settings({PREFECT_API_URL: url}):
                 kept = read_prefect_keys()
     except (httpx.HTTPError, RuntimeError, UserError) as error:  # Prefect's client raises a RuntimeError as well
-        return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server cannot be asked: {error}")
+        cause = str(error) if isinstance(error, UserError) else why(named_server(), error)
+        return _row("S3 keys", "unknown", f"not in this environment, and Prefect's cannot be read: {cause}")
     if not kept:
         return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operate/s3.md)")
     if on_s3(store):

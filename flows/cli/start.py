@@ -24,7 +24,7 @@ from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_first_s
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import Run, load_run
-from flows.cli import processes
+from flows.cli import automations, processes
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compared
 from flows.cli.projects import is_file
 from flows.credentials import on_s3, set_key_variables
@@ -47,7 +47,8 @@ def run_recipe(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
 def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **parameters: Any) -> dict[str, Any]:
     """Run the flow `name` in this process; returns what it returns, raises what it raises.
 
-    Imports Prefect, the flow and `imports`, which takes seconds. Without a Prefect server, one starts meanwhile.
+    UserError if the Prefect server refuses this environment's credentials. Imports Prefect, the flow and `imports`,
+    which takes seconds. Without a Prefect server, one starts meanwhile.
     """
     server = None
     if api_url := processes.named_server():
@@ -63,7 +64,14 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
     with prefect_settings(api_url, server is not None):
         if server is not None:
             server.wait(processes.START_SECONDS)
-        return cast("dict[str, Any]", flow(*arguments, **parameters))
+        from prefect.exceptions import PrefectHTTPStatusError
+
+        try:
+            return cast("dict[str, Any]", flow(*arguments, **parameters))
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code not in automations.REFUSED:
+                raise
+            raise UserError(automations.why(api_url, error)) from error
 
 
 def check_server(api_url: str) -> None:
