@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from base64 import b64encode
 from importlib.resources import files
 from typing import Annotated, Any, Final
 
@@ -12,7 +13,7 @@ import typer
 import yaml
 
 from areal_tasks.launchers.gpus import visible_gpus
-from flows.cli.processes import POOL, asking, needed_server
+from flows.cli.processes import CREDENTIALS, POOL, REFUSED, asking, needed_server
 from schemas.errors import UserError
 
 RECOVERY = "arealflow-recovery"
@@ -38,7 +39,7 @@ def install(api_url: str) -> None:
     pool = {"name": POOL, "type": "process", "concurrency_limit": 1 if visible_gpus() else None}
     answer = ask("POST", f"{api_url}/work_pools/", pool)  # the worker completes it
     if answer.is_error and answer.status_code != httpx.codes.CONFLICT:
-        raise UserError(f"the Prefect server refused the work pool {POOL}: {answer.text[:500]}")
+        raise UserError(f"the Prefect server refused the work pool {POOL}: {_reason(answer)}")
     put(api_url, {**read_automation(RECOVERY.removeprefix("arealflow-")), **SWITCH})
 
 
@@ -51,7 +52,7 @@ def put(api_url: str, wanted: dict[str, Any]) -> None:
         update = {**wanted, "enabled": existing["enabled"]}
         answer = ask("PUT", f"{api_url}/automations/{existing['id']}", update)
     if answer.is_error:
-        raise UserError(f"the Prefect server refused the automation {wanted['name']}: {answer.text[:500]}")
+        raise UserError(f"the Prefect server refused the automation {wanted['name']}: {_reason(answer)}")
 
 
 def remove(api_url: str, name: str) -> bool:
@@ -84,12 +85,25 @@ def ask(
     timeout: float = TIMEOUT_SECONDS,
 ) -> httpx.Response:
     """The server's response; retried on 503, with which Prefect reports a busy database before it writes anything."""
+    headers = authorization()
     for pause in (*BUSY_PAUSES, None):
-        answer = httpx.request(method, url, json=body, params=params, timeout=timeout)
+        answer = httpx.request(method, url, json=body, params=params, headers=headers, timeout=timeout)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or pause is None:
             break
         time.sleep(pause)
     return answer
+
+
+def authorization() -> dict[str, str]:
+    """The header that Prefect's client sends with each request, for the credentials in this environment."""
+    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
+        return {"Authorization": f"Basic {b64encode(user_and_password.encode()).decode()}"}
+    key = os.environ.get("PREFECT_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _reason(answer: httpx.Response) -> str:
+    return CREDENTIALS if answer.status_code in REFUSED else answer.text[:500]
 
 
 # ── alerts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,7 +169,7 @@ def save_block(api_url: str, address: str) -> str:
 
 def existing_block(api_url: str) -> str:
     """Id of the webhook block on the server. UserError if there is none."""
-    answer = httpx.get(f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}", timeout=30)
+    answer = ask("GET", f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}")
     if answer.status_code == httpx.codes.NOT_FOUND:
         raise UserError(f"where should alerts go? Put the webhook's address into {WEBHOOK_VARIABLE} and try again")
     return str(answer.raise_for_status().json()["id"])

@@ -100,7 +100,7 @@ def s3_keys(store: str) -> dict[str, Any]:
             with asking(url):
                 kept = read_prefect_keys()
     except UserError as error:
-        return _row("S3 keys", "unknown", f"not in this environment, and the Prefect server cannot be asked: {error}")
+        return _row("S3 keys", "unknown", f"not in this environment, and Prefect's cannot be read: {error}")
     if not kept:
         return _row("S3 keys", "none", "for stores at s3://: export AWS_…, or `arealflow s3-keys` (docs/operate/s3.md)")
     if on_s3(store):

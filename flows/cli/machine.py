@@ -60,17 +60,20 @@ def down() -> None:
 
 
 def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> str:
-    """Start server and keeper, which starts the worker, keeping those that run; deploy recipes. Returns the API URL."""
+    """Start server and keeper, which starts the worker, keeping those that run; deploy recipes. Returns the API URL.
+
+    UserError if the server does not start, or refuses.
+    """
     with _lock():
         api_url = running()
         if not api_url:
             _end_all()  # a worker or flow processes may have outlived keeper and server
             api_url = start_server(port)
-        if not parts("keeper"):
-            spawn("keeper", python(KEEPER), api_url)
         if not answers(api_url):
             raise _not_started()
         automations.install(api_url)
+        if not parts("keeper"):  # last: it and the worker keep this environment, also if the server has refused it
+            spawn("keeper", python(KEEPER), api_url)
         deploy_all(recipes, api_url)
     return api_url
 
@@ -131,8 +134,7 @@ def _cancel_flow_runs(api_url: str) -> None:
     try:
         stop_flow_runs(api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
     except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
-        why = str(error) or type(error).__name__
-        typer.echo(f"the Prefect server cannot cancel its flow runs ({why}): they are ended with the worker")
+        typer.echo(f"{processes.why(api_url, error)}. Its flow runs are not cancelled, but end with the worker")
 
 
 def _end_all() -> None:

@@ -25,7 +25,8 @@ PART: Final = "AREALFLOW_PART"
 FLOW_RUN: Final = "PREFECT__FLOW_RUN_ID"
 POOL: Final = "arealflow"
 START_SECONDS = 120.0  # within which a Prefect server answers
-_REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
 
 
 def parts(*names: str) -> list[psutil.Process]:
@@ -105,15 +106,14 @@ def asking(api_url: str) -> Iterator[None]:
 
 
 def why(api_url: str, error: Exception) -> str:
-    """The message for an error of Prefect's client: what is wrong with the server, by its cause, and the remedy."""
+    """The message for an error of httpx or of Prefect's client: what is wrong with the server, and the remedy."""
     cause = error if isinstance(error, httpx.HTTPError) else error.__cause__
     if isinstance(cause, httpx.TransportError):
         return f"no Prefect server answers at {api_url} ({cause or type(cause).__name__}): check that it runs"
     if isinstance(cause, httpx.HTTPStatusError):
-        status = cause.response.status_code
-        remedy = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING" if status in _REFUSED else "see its log"
-        return f"the Prefect server at {api_url} answers {status}: {remedy}"
-    return f"Prefect's client cannot use the server at {api_url}: {error}"
+        remedy = CREDENTIALS if cause.response.status_code in REFUSED else "see its log"
+        return f"the Prefect server at {api_url} answers {cause.response.status_code}: {remedy}"
+    return f"Prefect's client cannot use the server at {api_url}: {error or type(error).__name__}"
 
 
 def ui_url(api_url: str) -> str:

@@ -47,7 +47,8 @@ def run_recipe(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
 def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **parameters: Any) -> dict[str, Any]:
     """Run the flow `name` in this process; returns what it returns, raises what it raises.
 
-    Imports Prefect, the flow and `imports`, which takes seconds. Without a Prefect server, one starts meanwhile.
+    UserError if the Prefect server refuses this environment's credentials. Imports Prefect, the flow and `imports`,
+    which takes seconds. Without a Prefect server, one starts meanwhile.
     """
     server = None
     if api_url := processes.named_server():
@@ -63,7 +64,14 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
     with prefect_settings(api_url, server is not None):
         if server is not None:
             server.wait(processes.START_SECONDS)
-        return cast("dict[str, Any]", flow(*arguments, **parameters))
+        from prefect.exceptions import PrefectHTTPStatusError
+
+        try:
+            return cast("dict[str, Any]", flow(*arguments, **parameters))
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code not in processes.REFUSED:
+                raise
+            raise UserError(processes.why(api_url, error)) from error
 
 
 def check_server(api_url: str) -> None:

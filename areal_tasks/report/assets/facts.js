@@ -50,5 +50,10 @@ export function timeSection(data) {
 }
 
 function runTime(run, named) {
-  return el("article", { class: "facts" }, named ? el("h3", {}, run.name) : null, el("p", {}, run.time.says), table(run.time.table));
+  return el("article", { class: "facts" }, named ? el("h3", {}, run.name) : null, el("p", {}, whole(run.time.says)), table(run.time.table, whole));
+}
+
+/** The text without line breaks between a number and its percent sign. */
+function whole(text) {
+  return text.replaceAll(" %", "\u00a0%");
 }
