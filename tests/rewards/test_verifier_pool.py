@@ -133,12 +133,17 @@ def test_what_waits_for_ever_is_ended_by_the_wall_clock() -> None:
     assert result.detail == "wall clock: not finished within 0.6 s (reward.wall_seconds)"
 
 
-@pytest.mark.parametrize("culprit", ["thread", "background"])
+@pytest.mark.parametrize("culprit", ["thread", "background", "session", "daemon"])
 def test_what_a_call_leaves_running_costs_no_other_sample(pool: VerifierPool, culprit: str) -> None:
-    """A thread in C that holds the interpreter's lock, and a process that uses CPU."""
+    """A thread in C that holds the interpreter's lock, a process that uses CPU, and ones of sessions of their own."""
     results = judge(pool, culprit, *["xx"] * 40)
     assert {r.verdict for r in results[1:]} == {"correct"}
     wait_until(lambda: not processes_left())
+
+
+def test_a_process_that_a_verifier_forks_gives_no_answer(patient: VerifierPool) -> None:
+    results = judge(patient, "fork", "x", "fork and exit", *["xx"] * 10)
+    assert [r.reward for r in results] == [0.0, 1.0, 7.0] + [2.0] * 10
 
 
 def test_a_worker_is_ended_although_a_process_that_was_forked_holds_its_channel() -> None:
