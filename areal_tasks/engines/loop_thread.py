@@ -30,8 +30,12 @@ class LoopThread:
         self.thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work` and return immediately."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Begin `work` and return immediately. RuntimeError if the loop has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+            raise
 
     def run(
         self,
@@ -41,17 +45,21 @@ class LoopThread:
     ) -> T:
         """The result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
 
-        Raises TimeoutError after `seconds`, and what `meanwhile` raises, which cancels the work.
+        Raises TimeoutError after `seconds`, and what `meanwhile` raises, which cancels the work. RuntimeError if the
+        loop ends before the work does.
         """
         future = self.submit(work)
         if seconds is not None:
             return future.result(seconds)
         try:
-            while not wait([future], POLL_SECONDS).done:
+            while not wait([future], POLL_SECONDS).done and self.thread.is_alive():
                 meanwhile()
         except BaseException:
-            future.cancel()
+            if self.thread.is_alive():  # else a task that is left cannot be cancelled
+                future.cancel()
             raise
+        if not wait([future], 0.0).done:
+            raise RuntimeError(f"the event loop {self.thread.name!r} has ended")
         return future.result()
 
     def _run(self) -> None:

@@ -59,7 +59,7 @@ class Engines:
             lambda: self.servers.make_room(),
         )
         self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
-        self._verifiers: VerifierPool | None = None
+        self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward)
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
         self._closed = threading.Event()
 
@@ -213,9 +213,7 @@ class Engines:
     @property
     def verifiers(self) -> VerifierPool:
         """The verifier processes, started at their first use."""
-        if self._verifiers is None:
-            assert not isinstance(self.recipe, SftRecipe)
-            self._verifiers = VerifierPool(self.recipe.reward)
+        assert self._verifiers is not None, "the recipe has a reward"
         return self._verifiers
 
     def judging(self, samples: int) -> AbstractContextManager[None]:

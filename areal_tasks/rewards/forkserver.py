@@ -11,7 +11,7 @@ killed. When a channel closes, its worker is. If this process dies first, the ke
 What the parent reads from a channel is JSON, one per line: the worker's process id (or why the verifier cannot be
 loaded), its results, and its exit status. The worker reads rows, verifies them one by one, and answers each at once. A
 worker that ran out of memory, or in which a verifier left a thread or a process running, marks its result as the last
-and ends, so that later samples are not affected.
+and waits to be killed, so that later samples are not affected.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ from schemas.errors import UserError
 MAX_TEXT: Final = 500
 WATCHDOG_GRACE_SECONDS: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: int) -> None:
-    """Answers chunks of rows until the other end closes. Exceptions of a verifier become results."""
+    """Answers chunks of rows until the other end closes, or waits to be killed after a last result.
+
+    Exceptions of a verifier become results.
+    """
     limit_memory(memory_mb)
     sys.stdout = sys.stderr  # unbuffered: nothing is lost when the process is killed
     for line in channel.makefile("rb"):
@@ -53,7 +57,8 @@ def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: 
             result = judge(verifier, Row(*row))
             channel.sendall(json.dumps(result).encode() + b"\n")
             if result.last:
-                return
+                while True:  # until it is killed with all that it has started, which its end would make orphans
+                    signal.pause()
 
 
 def judge(verifier: Callable[[Row], object], row: Row) -> Result:
@@ -61,7 +66,7 @@ def judge(verifier: Callable[[Row], object], row: Row) -> Result:
     started = time.perf_counter()
     last = False
     try:
-        verdict = as_verdict(verifier(row))
+        verdict = as_verdict(_returned(verifier, row))
     except MemoryError:
         verdict, last = Verdict(0.0, "error", detail="the verifier needed more memory than reward.memory_mb"), True
     except BaseException as error:
@@ -69,6 +74,26 @@ def judge(verifier: Callable[[Row], object], row: Row) -> Result:
     seconds = time.perf_counter() - started
     texts = _text(verdict.parsed), _text(verdict.detail)
     return Result(verdict.reward, verdict.verdict, *texts, seconds, _cpu_seconds(), last or _left_running())
+
+
+def _returned(verifier: Callable[[Row], object], row: Row) -> object:
+    """What the verifier returns. A process that it has forked, and that returns as well, ends: it has no answer."""
+    own = os.getpid()
+    try:
+        return verifier(row)
+    finally:
+        if os.getpid() != own:
+            exit_process(_status(sys.exception()))
+
+
+def _status(error: BaseException | None) -> int:
+    """The exit status of a process that ends with this exception, which is printed as Python does."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return (error.code or 0) & 0xFF
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
 
 
 def _cpu_seconds() -> float:
@@ -195,6 +220,7 @@ class _Server:
         try:
             os.setpgid(0, 0)
             _die_with(parent)
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a daemon that a verifier leaves is its child again
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in filter(None, (self.control, self.wakeup, *self.workers.values())):

@@ -34,6 +34,7 @@ class Forkserver:
     def __init__(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
         self.verifier = verifier
         self.loaded = False  # whether it has imported the verifier
+        self.mistake = ""  # why it cannot import the verifier, once it has said so
         self.reply_seconds = _REPLY_SECONDS
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -45,7 +46,8 @@ class Forkserver:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._control.settimeout(_REPLY_SECONDS)
-        self._control.send(json.dumps([verifier, dict(arguments), memory_mb]).encode())
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `fork` says so
+            self._control.send(json.dumps([verifier, dict(arguments), memory_mb]).encode())
 
     def fork(self) -> socket.socket:
         """Ask for a worker, and return the channel to it. ConnectionError if the process has ended, or hangs."""
@@ -64,6 +66,8 @@ class Forkserver:
 
     def lost(self) -> Exception:
         """Why the process does not answer: UserError if it does not get the verifier imported, else ConnectionError."""
+        if self.mistake:  # another worker was told, and its thread has ended the process
+            return UserError(self.mistake)
         try:
             status = self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -77,7 +81,7 @@ class Forkserver:
 
     def close(self) -> None:
         """End the workers and the process, and wait for the latter. May be called again, and by any thread."""
-        self._control.close()
+        _hang_up(self._control)
         try:
             self._process.wait(_STOP_SECONDS if self.loaded else 0.0)
         except subprocess.TimeoutExpired:
@@ -102,6 +106,7 @@ class Worker:
         try:
             self._pid = json.loads(self._reply())
             if isinstance(self._pid, str):
+                server.mistake = self._pid
                 raise UserError(self._pid)
         except BaseException:
             self.close()
@@ -136,7 +141,7 @@ class Worker:
 
     def close(self) -> None:
         """Have the process and its descendants killed, if it still runs."""
-        self._channel.close()
+        _hang_up(self._channel)
 
     def _result(self, cpu_limit: float, wall_limit: float) -> Result:
         began, left_cpu, left_wall = time.monotonic(), cpu_limit, wall_limit
@@ -181,6 +186,13 @@ class Worker:
             *lines, self._rest = (self._rest + arrived).split(b"\n")
             self._lines.extend(filter(None, lines))
         return self._lines.popleft()
+
+
+def _hang_up(end: socket.socket) -> None:
+    """Close a socket, also where a process that the caller has forked holds it."""
+    with contextlib.suppress(OSError):  # closed before, by either side
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
 
 
 def _parsed(line: bytes, seconds: float) -> Result:

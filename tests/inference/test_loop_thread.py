@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
 
 import pytest
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.loop_thread import LoopThread
 
@@ -35,3 +37,24 @@ def test_a_task_that_exits_ends_its_own_call_and_no_other(thread: LoopThread, wo
         thread.run(work(), LIMIT)  # type: ignore[operator]
     assert left.value.code == 3
     assert thread.run(asyncio.sleep(0, "still here"), LIMIT) == "still here"  # no time at all
+
+
+def test_a_call_ends_when_the_loop_does() -> None:
+    """As one of an evaluation whose flow is cancelled."""
+    thread, began = LoopThread(), threading.Event()
+
+    async def endless() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="'inference-client' has ended"):
+        thread.run(endless(), meanwhile=lambda: began.wait(LIMIT) and thread.stop())
+
+
+def test_a_call_after_the_end_of_the_loop_leaves_no_coroutine() -> None:
+    thread = LoopThread()
+    thread.stop()
+    wait_until(thread.loop.is_closed)
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="closed"):
+        warnings.simplefilter("error")
+        thread.run(asyncio.sleep(0))

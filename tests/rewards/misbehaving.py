@@ -80,6 +80,19 @@ def start_a_process_and_leave() -> None:
     os._exit(0)
 
 
+def fork_and_wait(code: int) -> float:
+    """The reward is the exit status of a child, which returns or raises like the parent."""
+    if (child := os.fork()) == 0:
+        return sys.exit(code) if code else 0.5
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def start_a_daemon() -> float:
+    """A process of a session of its own, whose parent has ended."""
+    subprocess.run(["sh", "-c", f"setsid sleep {os.environ['MISBEHAVING_NAP']} &"], check=True)
+    return 1.0
+
+
 def write_into_every_descriptor() -> None:
     for descriptor in range(3, 64):
         try:
@@ -113,6 +126,10 @@ ACTS: dict[str, Any] = {
     "unprintable": raise_unprintable,
     "recurse": lambda: ACTS["recurse"](),
     "child": start_a_process_and_hang,
+    "fork": lambda: fork_and_wait(0),
+    "fork and exit": lambda: fork_and_wait(7),
+    "session": lambda: start_to_burn(1000, session=True) and 1.0,
+    "daemon": start_a_daemon,
     "abandon": start_a_process_and_leave,
     "garbage": write_into_every_descriptor,
     "abort": os.abort,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -132,12 +133,55 @@ def test_what_waits_for_ever_is_ended_by_the_wall_clock() -> None:
     assert result.detail == "wall clock: not finished within 0.6 s (reward.wall_seconds)"
 
 
-@pytest.mark.parametrize("culprit", ["thread", "background"])
+@pytest.mark.parametrize("culprit", ["thread", "background", "session", "daemon"])
 def test_what_a_call_leaves_running_costs_no_other_sample(pool: VerifierPool, culprit: str) -> None:
-    """A thread in C that holds the interpreter's lock, and a process that uses CPU."""
+    """A thread in C that holds the interpreter's lock, a process that uses CPU, and ones of sessions of their own."""
     results = judge(pool, culprit, *["xx"] * 40)
     assert {r.verdict for r in results[1:]} == {"correct"}
     wait_until(lambda: not processes_left())
+
+
+def test_a_process_that_a_verifier_forks_gives_no_answer(patient: VerifierPool) -> None:
+    results = judge(patient, "fork", "x", "fork and exit", *["xx"] * 10)
+    assert [r.reward for r in results] == [0.0, 1.0, 7.0] + [2.0] * 10
+
+
+def test_a_worker_is_ended_although_a_process_that_was_forked_holds_its_channel() -> None:
+    with contextlib.closing(VerifierPool(settings(workers=1))) as pool:
+        forkserver = forkserver_of(pool)
+        call = pool.submit([Row("p", "loop", "a")])
+        wait_until(lambda: any(used(process) > 0.1 for process in forkserver.children()), "a worker in the loop")
+        (worker,) = [process for process in forkserver.children() if used(process) > 0.1]
+        if (child := os.fork()) == 0:
+            signal.pause()
+        try:
+            assert call.result()[0].verdict == "timeout"
+            wait_until(lambda: not alive(worker), "the end of the worker")
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_forkserver_that_ends_before_it_is_told_what_to_load() -> None:
+    begin = subprocess.Popen
+
+    def ended(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        process = begin([sys.executable, "-c", ""], **options)
+        process.wait()
+        return process
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="ends the importing process"):
+        patch.setattr(subprocess, "Popen", ended)
+        Worker(Forkserver("misbehaving:act", {}, 128))
+
+
+def test_each_call_says_why_a_verifier_cannot_be_loaded() -> None:
+    """The thread that is told first ends the forkserver while others wait for it."""
+    for _ in range(4):
+        with contextlib.closing(VerifierPool(settings(verifier="nowhere_at_all:f", workers=4))) as pool:
+            errors = [pool.submit([Row("p", "x", "a")]).exception() for _ in range(6)]
+        assert {type(error) for error in errors} == {UserError}
+        assert all("no module 'nowhere_at_all'" in str(error) for error in errors)
 
 
 def test_texts_are_cut_and_valid_and_prints_do_no_harm(patient: VerifierPool) -> None:

@@ -53,6 +53,15 @@ def test_the_trainer_has_loaded_before_it_is_asked_for(tmp_path: Path, caplog: p
     assert caplog.messages.count("no policy loaded; restoring version 0") == 1
 
 
+def test_verifiers_do_not_start_after_the_end_of_a_run(tmp_path: Path) -> None:
+    """As an evaluation asks for, whose flow has been cancelled while it generated."""
+    recipe = tiny()
+    with Engines(open_run(store_in(tmp_path), "r", recipe), recipe, tmp_path / "logs") as engines:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        engines.verifiers.verify(())
+
+
 def sglang(model: Path | str, *overrides: str) -> Recipe:
     return load_recipe("gsm8k", [f"model.path={model}", *overrides])
 
