@@ -166,7 +166,9 @@ def test_a_store_that_is_away_is_no_error_of_the_user(failing: int, shared: bool
     groups, _ = _groups()
     works: list[Work] = [lambda: 1, lambda: 2]
     works[failing] = _raises(Unavailable("no answer"))
-    found, _ = _command(groups, [lambda g=g, w=w: g.together(w) if shared else w() for g, w in zip(groups, works, strict=True)])
+    found, _ = _command(
+        groups, [lambda g=g, w=w: g.together(w) if shared else w() for g, w in zip(groups, works, strict=True)]
+    )
     assert type(found) is Unavailable and "no answer" in str(found)
     assert _command(groups, [lambda: 1, lambda: 2])[0] == 1
 
@@ -333,7 +335,7 @@ def test_the_token_of_the_servers_does_not_reach_the_store_of_the_ranks(world: W
 
 def _let_go(store: HashStore) -> None:
     """End the waits for rank 1: the thread in them would outlive the tests."""
-    store.set("shared/1/1/1", json.dumps({"error": "out of memory"}))
+    store.set("shared/1/1/1", json.dumps({"error": "out of memory", "away": False}))
     mine = json.loads(store.get("outcome/1/0"))
     store.set("outcome/1/1", json.dumps({**mine, "rank": 1}))
 

@@ -119,8 +119,8 @@ class Group:
         """Run `work` on every rank; returns this rank's result once all have one.
 
         Raises:
-            UserError: on every rank, its own or the first of another one; Unavailable, if that is. On a rank that had
-                an OSError that one: it ends the group, as it ends a single trainer. No rank waits for one that failed.
+            UserError: on every rank, the first one of any rank; Unavailable, if that is. But on a rank that had an
+                OSError that one: it ends the group, as it ends a single trainer. No rank waits for one that failed.
         """
         return self._shares(work)[0]
 
@@ -131,12 +131,13 @@ class Group:
             return result, [_if_text(result)]
         self._shared += 1
         prefix = f"shared/{self._command}/{self._shared}/"
-        own: UserError | OSError | None = None
+        own: OSError | None = None
         try:
             result = work()
             found: dict[str, Any] = {"text": _if_text(result)}
         except (UserError, OSError) as error:
-            own, found = error, {"error": text_of(error), "away": isinstance(error, Unavailable)}
+            own = error if isinstance(error, OSError) else None
+            found = {"error": text_of(error), "away": isinstance(error, Unavailable)}
         self._post(f"{prefix}{self.rank}", json.dumps(found))
         of_ranks = [json.loads(text) for text in self._gathered(prefix)]
         if own is not None:
