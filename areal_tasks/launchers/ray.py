@@ -172,7 +172,9 @@ class RayCluster:
 
     def machines(self) -> list[Machine]:
         """The nodes that have the resources that `launcher.ray.resources` names."""
-        log = Path(tempfile.mkstemp(prefix="arealflow-ray-", suffix=".log")[1])
+        descriptor, name = tempfile.mkstemp(prefix="arealflow-ray-", suffix=".log")
+        os.close(descriptor)
+        log = Path(name)
         nodes = self._connected(log).ask("nodes")
         log.unlink()  # an error names it
         own = self.settings.resources

@@ -135,7 +135,9 @@ def _plan_items(store: Store, rule: RetentionRule, run: str) -> list[Removal]:
     partial = [
         plan_run_removal(store, name, rule.older_than) for name in interrupted_removals(store) if run in ("", name)
     ]
-    return [*partial, *(plan_removals(store, rule, run) if run not in {item.run for item in partial} else [])]
+    if run in {item.run for item in partial}:
+        return partial
+    return [*partial, *plan_removals(store, rule, *([run] if run else []))]
 
 
 def _remove_items(store: Store, items: Sequence[Removal], rule: RetentionRule) -> list[Removal]:

@@ -230,6 +230,26 @@ def test_who_comes_between_the_tombstone_and_the_removal_is_seen(folder: Path, m
     assert tag_weights(store, "r", "late", weights_of(store, 2)).version == 2
 
 
+def test_two_removals_at_once_leave_the_tombstones(folder: Path) -> None:
+    store, found = store_in(folder), plan_removals(store_in(folder), NEWEST)
+    assert remove_planned(store, found, NEWEST) == found
+    assert remove_planned(store, found, NEWEST) == [], "the other one has removed them"
+    report = audit(store, "r")
+    assert report.sound and len(report.removed) == 6
+
+
+def test_another_run_that_is_damaged_does_not_interrupt_a_removal(folder: Path) -> None:
+    store = store_in(folder)
+    shutil.copytree(folder / "store" / "r", folder / "store" / "other")
+    store.put(f"{paths.spool('other')}/1/attempt=a/rollout-00000.parquet", b"rows")
+    store.put(f"{paths.spool('other')}/1/1.json", b"damaged")
+    with pytest.raises(StoreError, match=f"{paths.spool('other')}/1/1.json"):
+        plan_removals(store, NEWEST)
+    found = plan_removals(store, NEWEST, "r")
+    assert versions(found, "weights") == [1, 2, 3]
+    assert remove_planned(store, found, NEWEST) == found
+
+
 def test_the_files_are_looked_through_once_for_all_stages(folder: Path) -> None:
     store = store_in(folder)
     for k in range(ITERATIONS):

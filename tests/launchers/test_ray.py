@@ -334,6 +334,16 @@ def test_tasks_are_lost_with_a_driver_that_does_not_answer(
     cluster.close()
 
 
+def test_listing_nodes_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(tmp_path, monkeypatch, '""\n')
+    before = psutil.Process().num_fds()
+    cluster = ray.RayCluster(Launcher(type="ray"))
+    assert cluster.machines() == []
+    cluster.close()
+    del cluster
+    wait_until(lambda: psutil.Process().num_fds() == before, "the end of what was open")
+
+
 @installed
 def test_a_character_of_which_a_part_is_printed_is_whole_in_the_output(tmp_path: Path) -> None:
     from areal_tasks.launchers.ray_driver import Runner

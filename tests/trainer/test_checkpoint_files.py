@@ -93,6 +93,16 @@ def test_a_file_that_cannot_be_fetched_is_said_so(tmp_path: Path) -> None:
         checkpoint.load_parameters(tmp_path, empty(), fetch)
 
 
+def test_a_disk_that_fails_is_not_taken_for_another_model(tmp_path: Path) -> None:
+    save(checkpoint.Saving(tmp_path, held(), Progress()))
+
+    def fetch(names: Collection[str]) -> None:
+        raise OSError(errno.ENOSPC, "its disk is full", "/tmp/x")
+
+    with pytest.raises(OSError, match="its disk is full"):
+        checkpoint.load_parameters(tmp_path, empty(), fetch)
+
+
 def test_large_tensors_are_cut_and_no_view_drags_its_whole_along(tmp_path: Path) -> None:
     save(checkpoint.Saving(tmp_path, held(), Progress()))
     chunks = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata

@@ -25,6 +25,7 @@ from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
 from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.ranks import Place, cpu_threads, end_group, environment, find_place
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 from schemas.recipe.training import Trainer
 
@@ -151,11 +152,35 @@ def test_the_error_of_one_rank_reaches_every_rank(failing: int, error: Exception
     groups = [Group(rank, 4, store, local_world=2) for rank in range(4)]
 
     def work(group: Group) -> None:
-        with pytest.raises(UserError, match="its disk is full"):
+        with pytest.raises(type(error) if group.rank == failing else UserError, match="its disk is full"):
             group.together(_raises(error) if group.rank == failing else lambda: "")
         assert group.together(lambda: group.rank) == group.rank
 
     assert _command(groups, [lambda g=g: work(g) for g in groups]) == [None] * 4
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_store_that_is_away_is_no_error_of_the_user(failing: int, shared: bool) -> None:
+    """The caller asks again: see `worth_retrying`."""
+    groups, _ = _groups()
+    works: list[Work] = [lambda: 1, lambda: 2]
+    works[failing] = _raises(Unavailable("no answer"))
+    found, _ = _command(
+        groups, [lambda g=g, w=w: g.together(w) if shared else w() for g, w in zip(groups, works, strict=True)]
+    )
+    assert type(found) is Unavailable and "no answer" in str(found)
+    assert _command(groups, [lambda: 1, lambda: 2])[0] == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_fails_ends_the_group_as_it_ends_a_single_trainer(failing: int) -> None:
+    groups, _ = _groups()
+    works: list[Work] = [lambda: 1, lambda: 2]
+    works[failing] = _raises(OSError(errno.EIO, "it is broken", "/tmp/x"))
+    found = _command(groups, [lambda g=g, w=w: g.together(w) for g, w in zip(groups, works, strict=True)])
+    assert [type(f) for f in found] == [GroupBroken, GroupBroken]
+    assert f"rank {failing}: OSError" in str(found[0]) and not found[0].by_user
 
 
 def test_the_first_rank_of_each_machine_tells_the_others_there() -> None:
@@ -310,7 +335,7 @@ def test_the_token_of_the_servers_does_not_reach_the_store_of_the_ranks(world: W
 
 def _let_go(store: HashStore) -> None:
     """End the waits for rank 1: the thread in them would outlive the tests."""
-    store.set("shared/1/1/1", json.dumps({"error": "out of memory"}))
+    store.set("shared/1/1/1", json.dumps({"error": "out of memory", "away": False}))
     mine = json.loads(store.get("outcome/1/0"))
     store.set("outcome/1/1", json.dumps({**mine, "rank": 1}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -26,10 +27,10 @@ from torch.multiprocessing import reductions
 from waiting import LIMIT, wait_until
 from warm_processes import Popen
 
-from areal_tasks.engines.ports import group_interface
+from areal_tasks.engines.ports import HOST, group_interface
 from areal_tasks.engines.trainer import transport
 from areal_tasks.engines.trainer.commands import Receiver, Send
-from areal_tasks.engines.trainer.ranks import lead
+from areal_tasks.engines.trainer.ranks import lead, serve_store
 from areal_tasks.engines.trainer.transport import Sender, Unanswered, WeightTransferRejected, handles_of
 
 TOKEN = "secret"
@@ -252,6 +253,24 @@ def test_those_that_are_left_get_the_weights_when_one_fails_before_the_group_is_
     gone = Sender(unused).send(weights(1.0), sending(["http://good", "http://bad"], 1))
     assert list(gone) == ["http://bad"]
     assert given[-1] == ("http://good", "update_weights_from_distributed")
+
+
+def test_no_other_program_gets_the_port_where_servers_are_asked_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its choice and its use; then it is free again."""
+    given: list[int] = []
+
+    def fails(name: str, at: tuple[str, int], *more: object) -> None:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(at)
+        given.append(serve_store(*at, 2).port)
+        raise RuntimeError("no server came")
+
+    monkeypatch.setattr(transport, "_post", lambda *asked: None)
+    monkeypatch.setattr(transport, "lead", fails)
+    with pytest.raises(RuntimeError, match="no server came"):
+        Sender(unused).send(weights(1.0), sending(["http://good"], 1))
+    with socket.create_server((HOST, given[0])) as free:
+        assert free.getsockname()[1] == given[0]
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_the
 
     Raises:
         UserError: the checkpoint belongs to another model, is damaged, cannot be fetched, or holds more than tensors.
-        Exception: memory ran out.
+        Exception: memory ran out, or a disk failed.
     """
     rng, counts = torch.get_rng_state(), torch.zeros(2, dtype=torch.int64)
     state = {"parameters": parameters, "rng": rng, "progress": counts}
@@ -155,7 +155,8 @@ def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_the
             reader = _FetchingReader(folder, fetch)
             dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError, ValueError) as error:
-        if isinstance(cause := _first(error), UserError) or ran_out(cause):
+        disk_failed = isinstance(cause := _first(error), OSError) and not isinstance(cause, FileNotFoundError)
+        if isinstance(cause, UserError) or disk_failed or ran_out(cause):
             raise cause from error
         raise UserError(f"the checkpoint in {folder} is not one of this model: {first_line(_first(error))}") from error
     torch.set_rng_state(rng)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch.distributed import Store
 
 from areal_tasks.engines.trainer.fencing import StaleCommand
+from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class Outcome:
     state: str
     error: str = ""
     harmless: bool = True  # the error affects neither the rank's state nor the collectives
+    away: bool = False  # the store does not answer this rank
 
 
 def disagreement(outcomes: Sequence[Outcome]) -> str | None:
@@ -117,7 +119,8 @@ class Group:
         """Run `work` on every rank; returns this rank's result once all have one.
 
         Raises:
-            UserError: on every rank; the first one of any rank, or its OSError: no rank waits for one that failed.
+            UserError: on every rank, the first one of any rank; Unavailable, if that is. But on a rank that had an
+                OSError that one: it ends the group, as it ends a single trainer. No rank waits for one that failed.
         """
         return self._shares(work)[0]
 
@@ -128,16 +131,20 @@ class Group:
             return result, [_if_text(result)]
         self._shared += 1
         prefix = f"shared/{self._command}/{self._shared}/"
+        own: OSError | None = None
         try:
             result = work()
-            found = {"text": _if_text(result)}
+            found: dict[str, Any] = {"text": _if_text(result)}
         except (UserError, OSError) as error:
-            found = {"error": text_of(error)}
+            own = error if isinstance(error, OSError) else None
+            found = {"error": text_of(error), "away": isinstance(error, Unavailable)}
         self._post(f"{prefix}{self.rank}", json.dumps(found))
         of_ranks = [json.loads(text) for text in self._gathered(prefix)]
+        if own is not None:
+            raise own
         for one in of_ranks:
             if "error" in one:
-                raise UserError(one["error"])
+                raise _refusal(one["error"], one["away"])
         return result, [one["text"] for one in of_ranks]
 
     def _gathered(self, prefix: str, timeout: timedelta = _FOREVER) -> list[str]:
@@ -182,14 +189,16 @@ class Group:
         harmless = error is None or isinstance(error, SURVIVED)
         if error is not None:
             log.log(logging.INFO if harmless else logging.ERROR, "rank %d failed", self.rank, exc_info=error)
-        outcomes = self._exchange(Outcome(self.rank, state(), text_of(error) if error else "", harmless))
+        outcomes = self._exchange(
+            Outcome(self.rank, state(), text_of(error) if error else "", harmless, isinstance(error, Unavailable))
+        )
         failed = [o for o in outcomes if o.error]
         if (problem := disagreement(outcomes)) is not None:
             raise GroupBroken(problem, bool(failed) and all(o.harmless for o in failed))
         if error is not None:
             raise error
         if failed:
-            raise UserError(f"rank {failed[0].rank}: {failed[0].error}")
+            raise _refusal(f"rank {failed[0].rank}: {failed[0].error}", failed[0].away)
         return result
 
     def _exchange(self, mine: Outcome) -> list[Outcome]:
@@ -203,6 +212,11 @@ class Group:
         for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)
         return [Outcome(**json.loads(text)) for text in texts]
+
+
+def _refusal(text: str, away: bool) -> UserError:
+    """The error of another rank. If the store does not answer it, the caller asks again, as with a single trainer."""
+    return Unavailable(text) if away else UserError(text)
 
 
 def _if_text(result: object) -> str:

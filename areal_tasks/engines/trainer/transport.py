@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions  # makes ForkingPickler share CUDA memory
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.ports import HOST, probe_port
+from areal_tasks.engines.ports import HOST, hold_port
 from areal_tasks.engines.trainer.commands import Receiver, Send
 from areal_tasks.engines.trainer.ranks import lead
 from areal_tasks.engines.trainer.snapshot import Named
@@ -116,18 +116,19 @@ class Sender:
     def _form_group(self, command: Send) -> Failures:
         """Make the process group of this process (rank 0) and every rank of every receiver."""
         self._leave(command)
-        port = probe_port(address=self.address)
-        self.name = f"areal-weights-{token_hex(6)}"
-        self.members = command.receivers
-        sizes = [r.ranks for r in command.receivers]
-        common = {"master_address": self.address, "master_port": port, "world_size": 1 + sum(sizes)}
-        common |= {"group_name": self.name, "backend": self.backend}
-        bodies = [{**common, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
+        with hold_port(0, self.address) as held:  # until the group's store listens there
+            port = held.getsockname()[1]
+            self.name = f"areal-weights-{token_hex(6)}"
+            self.members = command.receivers
+            sizes = [r.ranks for r in command.receivers]
+            common = {"master_address": self.address, "master_port": port, "world_size": 1 + sum(sizes)}
+            common |= {"group_name": self.name, "backend": self.backend}
+            bodies = [{**common, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
-        def open_group() -> None:
-            self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, self.timeout)
+            def open_group() -> None:
+                self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, self.timeout)
 
-        return self.run_collective(command, "/init_weights_update_group", bodies, open_group)
+            return self.run_collective(command, "/init_weights_update_group", bodies, open_group)
 
     def _leave(self, command: Send) -> None:
         """End the previous group, here and on its servers that are still there: it holds memory on each of their GPUs.

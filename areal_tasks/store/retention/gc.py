@@ -63,17 +63,18 @@ class Removal:
         return f"{self.path}.json"
 
 
-def plan_removals(store: Store, rule: RetentionRule, only: str = "") -> list[Removal]:
-    """What `rule` allows to remove in the store, or in the run `only`; all runs are read to find what they need.
+def plan_removals(store: Store, rule: RetentionRule, *only: str) -> list[Removal]:
+    """What `rule` allows to remove in the runs `only`, or in all; all runs are read to find what they need.
 
     Raises:
         UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
     runs = read_all_run_files(store)
-    if only and only not in runs:
-        raise no_run(store, only)
+    for name in only:
+        if name not in runs:
+            raise no_run(store, name)
     named, needed = selected_weights(runs.values()), needed_weights(runs.values())
-    return [item for name in runs if only in ("", name) for item in _of_run(runs[name], named, needed, rule)]
+    return [item for name in only or runs for item in _of_run(runs[name], named, needed, rule)]
 
 
 def _of_run(run: RunFiles, named: set[str], needed: set[str], rule: RetentionRule) -> Iterator[Removal]:

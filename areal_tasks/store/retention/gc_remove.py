@@ -25,12 +25,15 @@ def remove_planned(store: Store, items: Sequence[Removal], rule: RetentionRule) 
     retired = {tombstone_path(item.manifest): item for item in items if item.version is not None}
     for path, item in retired.items():
         write_tombstone(store, path, item.kind, item.manifest, item.bytes, item.why, item.version)
-    found = {(item.kind, item.path) for item in (plan_removals(store, rule) if items else ())}
+    runs = dict.fromkeys(item.run for item in items)
+    found = {(item.kind, item.path) for item in (plan_removals(store, rule, *runs) if runs else ())}
     gone = [item for item in items if (item.kind, item.path) in found]
-    remove(store, [path for path, item in retired.items() if (item.kind, item.path) not in found])
+    needed = {path: item for path, item in retired.items() if (item.kind, item.path) not in found}
+    # not the tombstones of files that another removal has removed since
+    remove(store, [path for path, item in needed.items() if any(map(store.exists, item.files))])
     for item in gone:
         remove(store, item.files)
-    for run in dict.fromkeys(item.run for item in gone):
+    for run in runs:
         _log_removal(store, run, [item for item in gone if item.run == run])
     return gone
 
