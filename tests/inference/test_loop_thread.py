@@ -57,4 +57,4 @@ def test_a_call_after_the_end_of_the_loop_leaves_no_coroutine() -> None:
     wait_until(thread.loop.is_closed)
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="closed"):
         warnings.simplefilter("error")
-        thread.run(asyncio.sleep(0))
+        thread.run(asyncio.sleep(0))  # any coroutine: it never begins

@@ -137,7 +137,7 @@ def test_workflows_are_found_by_name() -> None:
         ("single_turn", {"turns": 2}, "takes none"),
         ("multi_turn", {}, "neither"),
         ("no.such.module:x", {}, "cannot be imported"),
-        ("json:nothing", {}, "json has no nothing"),
+        ("json:nothing", {}, r"json \(.*\) has no 'nothing'"),
         ("json:JSONDecoder", {}, "no `run` method"),
         (f"{__name__}:Mine", {"rounds": 1}, "does not accept"),
         (f"{__name__}:Earlier", {"turns": 1}, "It makes one group now"),
