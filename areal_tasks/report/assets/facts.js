@@ -31,26 +31,23 @@ function folded(title, body, open = false) {
 
 /** The section of costs; nothing for runs without a commit. */
 export function costSection(data) {
-  const runs = data.runs.filter((run) => run.cost);
-  if (!runs.length) return null;
-  const about = el("p", { class: "quiet" }, "What a run built itself: history that it shares with a parent, and the run of its warm start, are not counted. Stages may run side by side, and the wall time holds what is in no stage: starts, waits, commits, work that a crash lost.");
-  return el("section", { id: "cost" }, el("h2", {}, "Cost"), about, runs.map((run) => runCost(run, data.runs.length > 1)));
-}
-
-function runCost(run, named) {
-  return el("article", { class: "facts cost" }, named ? el("h3", {}, run.name) : null, facts(run.cost.facts), table(run.cost.stages));
+  const about = "What a run built itself: history that it shares with a parent, and the run of its warm start, are not counted. Stages may run side by side, and the wall time holds what is in no stage: starts, waits, commits, work that a crash lost.";
+  return runsSection(data, "cost", "Cost", about, (cost) => [facts(cost.facts), table(cost.stages)], "facts cost");
 }
 
 /** The section of times; nothing for runs without samples of their services. */
 export function timeSection(data) {
-  const runs = data.runs.filter((run) => run.time);
-  if (!runs.length) return null;
-  const about = el("p", { class: "quiet" }, "Shares of the time in which the services ran, by samples; servers, and workers, are taken together.");
-  return el("section", { id: "time" }, el("h2", {}, "Where the time goes"), about, runs.map((run) => runTime(run, data.runs.length > 1)));
+  const about = "Shares of the time in which the services ran, by samples; servers, and workers, are taken together.";
+  return runsSection(data, "time", "Where the time goes", about, (time) => [el("p", {}, whole(time.says)), table(time.table, whole)]);
 }
 
-function runTime(run, named) {
-  return el("article", { class: "facts" }, named ? el("h3", {}, run.name) : null, el("p", {}, whole(run.time.says)), table(run.time.table, whole));
+/** A section with an article for each run that has `key`, named if there are several runs; nothing if none has it. */
+function runsSection(data, key, title, about, body, style = "facts") {
+  const runs = data.runs.filter((run) => run[key]);
+  if (!runs.length) return null;
+  const named = data.runs.length > 1;
+  const articles = runs.map((run) => el("article", { class: style }, named ? el("h3", {}, run.name) : null, body(run[key])));
+  return el("section", { id: key }, el("h2", {}, title), el("p", { class: "quiet" }, about), articles);
 }
 
 /** The text without line breaks between a number and its percent sign. */
