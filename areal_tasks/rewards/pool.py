@@ -44,7 +44,7 @@ def unverified_verdicts(reward: Reward) -> frozenset[str]:
 
 
 class Call(Future[list[VerifyResult]]):
-    """Rows to be verified; the future's result are theirs, in order. Without rows, it waits for a worker alone.
+    """Rows to be verified; the future's result has one for each, in order. Without rows, it waits for a worker alone.
 
     `waiting`: the rows that no worker has been given. `losses`: of the forkserver, while a row was the next.
     """
