@@ -74,9 +74,9 @@ ended() {  # CASE PROCESS: the run goes on while its tables are read, since ther
   exit 143
 }
 
-freed() {  # wait until the GPUs are free: a server that starts while others end counts their memory as its own
+freed() {  # wait until the visible GPUs are free: a server that starts while others end counts their memory as its own
   for _ in $(seq 40); do
-    nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits 2>/dev/null | awk '$1 > 1500 {busy = 1} END {exit busy}' && return
+    nvidia-smi ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} --query-gpu=memory.used --format=csv,noheader,nounits 2>/dev/null | awk '$1 > 1500 {busy = 1} END {exit busy}' && return
     sleep 0.5  # only a poll
   done
 }

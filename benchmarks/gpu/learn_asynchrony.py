@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct on GSM8K with η = 4 and with η = 0, from the same SFT weights: runs side by side.
 
-    python -m benchmarks.gpu.learn_asynchrony --model FOLDER --data FOLDER [--seeds 1,2] [--at-once 4] [--gpus 0,1]
+    python -m benchmarks.gpu.learn_asynchrony --model FOLDER --data FOLDER [--seeds 1,2] [--at-once 2] [--gpus 0,1]
         [--iterations 100] [--evaluate-every 20] [--seconds 560] [--folder FOLDER] [--out FOLDER] [key=value …]
     python -m benchmarks.gpu.learn_asynchrony --merge LEARNING.jsonl … [--out FOLDER]
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/learn-asynchrony"))
     parser.add_argument("--out", type=Path, help="for what is to be kept; by default FOLDER")
     parser.add_argument("--seeds", default="1,2")
-    parser.add_argument("--at-once", type=int, default=4, help="runs side by side")
+    parser.add_argument("--at-once", type=int, default=2, help="runs side by side on each GPU")
     parser.add_argument("--gpus", default="0", help="that runs take in turn")
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--evaluate-every", type=int, default=20, help="versions")
@@ -110,10 +110,11 @@ def work(options: argparse.Namespace, file: Path, deadline: float) -> bool:
         going[SFT] = start(options, store, SFT, SFT, gpus[0], model)
     try:
         while (left or going) and time.monotonic() < deadline:
-            while left and may_start(store, options, going, gpu_of, left[0][0]):
-                run, variant = left.pop(0)
-                if committed(store, run) < options.iterations:
-                    going[run] = start(options, store, run, RECIPES[variant], gpu_of[run], overrides(options, run))
+            for run, variant in list(left):
+                if may_start(store, options, going, gpu_of, run):
+                    left.remove((run, variant))
+                    if committed(store, run) < options.iterations:
+                        going[run] = start(options, store, run, RECIPES[variant], gpu_of[run], overrides(options, run))
             collect(store, going, file)
     finally:
         stop(going)
@@ -135,9 +136,9 @@ def overrides(options: argparse.Namespace, run: str) -> list[str]:
 
 
 def may_start(store: Store, options: argparse.Namespace, going: Running, gpu_of: dict[str, str], run: str) -> bool:
-    """Whether there is room, the SFT has ended, and the runs on this one's GPU have taken their memory."""
+    """Whether the SFT has ended, there is room on this run's GPU, and the runs there have taken their memory."""
     beside = [other for other in going if gpu_of.get(other) == gpu_of[run]]
-    return SFT not in going and len(going) < options.at_once and all(committed(store, other) > 0 for other in beside)
+    return SFT not in going and len(beside) < options.at_once and all(committed(store, other) > 0 for other in beside)
 
 
 def start(
