@@ -68,10 +68,11 @@ class CheckpointWriter:
         Raises:
             StoreError: a rank cannot make its folder.
         """
+        started = time.perf_counter()
         self._wait()  # for one that nothing asks for, as for that of an earlier start of the flow
         self._clean()
         self.prefix, self._written, self._files = "", None, None
-        started, room = time.perf_counter(), host_room()  # before any rank of this machine takes of it
+        room = host_room()  # before any rank of this machine takes of it
         folder = self.group.together(partial(self._fresh_folder, prefix))
         with usable(self.store, prefix):
             self._saving = saving = plan(folder)
