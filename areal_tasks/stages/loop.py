@@ -87,10 +87,9 @@ class Loop:
     def recipe_at(self, k: int) -> Recipe:
         """The recipe in force in iteration `k`."""
         segment = self.run.segment_at(max(k, self.run.first))
-        known = self._recipes
-        if segment.n not in known:
-            known[segment.n] = self.run.recipe_of(segment, self.recipe)
-        return known[segment.n]
+        if segment.n not in self._recipes:
+            self._recipes[segment.n] = self.run.recipe_of(segment, self.recipe)
+        return self._recipes[segment.n]
 
     def evaluates_at_end(self, k: int) -> bool:
         """Whether the weights that iteration `k` publishes are evaluated before its commit."""
