@@ -45,7 +45,7 @@ class CheckpointWriter:
     def prepare(self, plan: Callable[[Path], Saving]) -> None:
         """Once, begin to allocate the memory for copies of what `plan` plans, in a thread; it stays.
 
-        Page-locking takes about half a second per GB, for which the trainer would wait at its first checkpoint.
+        Page-locking takes about .7 s per GB, for which the trainer would wait at its first checkpoint.
         """
         if self._allocated is not None:
             return
