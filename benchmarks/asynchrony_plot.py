@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -50,6 +51,7 @@ def _axes(most: float, top: float, label: str, shift: float) -> Iterator[str]:
     left, bottom = shift + LEFT, TOP + HEIGHT
     yield f'<path d="M{left:.1f} {TOP}V{bottom}h{WIDTH}" fill="none" stroke="#444"/>'
     yield f'<text x="{left + WIDTH / 2:.1f}" y="{bottom + 36:.1f}" text-anchor="middle">{escape(label)}</text>'
+    yield f'<text x="{left + 8:.1f}" y="{TOP:.1f}">mean reward of {SMOOTHED} iterations</text>'
     for share in np.linspace(0, 1, TICKS):
         x, y = left + share * WIDTH, bottom - share * HEIGHT
         yield f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{share * most:.0f}</text>'
@@ -57,10 +59,11 @@ def _axes(most: float, top: float, label: str, shift: float) -> Iterator[str]:
 
 
 def _names(learned: Sequence[Learned]) -> Iterator[str]:
-    there = {one.variant for one in learned}
+    runs = Counter(one.variant for one in learned)
     for place, (variant, colour) in enumerate(zip(VARIANTS, COLOURS, strict=True)):
-        if variant in there:
-            yield f'<text x="{LEFT + place * 155:.1f}" y="20" fill="{colour}">{escape(variant)}</text>'
+        if variant in runs:
+            text = f"{variant}, {runs[variant]} run{'s' if runs[variant] > 1 else ''}"
+            yield f'<text x="{LEFT + place * 155:.1f}" y="20" fill="{colour}">{escape(text)}</text>'
 
 
 def _line(x: Line, y: Line, colour: str, opacity: float) -> str:

@@ -106,8 +106,6 @@ def play(player: Player) -> dict[str, Any]:
     found["trained"] = player.publish("trained")
     found["policy"], found["reference"] = player.logprobs("policy"), player.logprobs("reference")
     found["few"] = player.logprobs("policy", of="few")
-    if player.trainer.settings.trainer.backend == "fsdp2":
-        player.trainer.writer.prepare(player.trainer._plan_checkpoint)  # as after the first step on a GPU
     with held_back(Saving, "write") as go_on:
         begun = player.begin("five")
         found["sixth"] = player.train(STEPS)
