@@ -102,19 +102,20 @@ def main() -> None:
 def work(options: argparse.Namespace, file: Path, deadline: float) -> bool:
     """Run what is missing until the deadline (monotonic seconds); whether all has ended."""
     store, gpus = open_store((options.folder.resolve() / "store").as_uri()), options.gpus.split(",")
-    left = [(f"{variant}-{seed}", variant) for seed, variant in product(seeds_of(options), RECIPES)]
-    gpu_of = {run: gpus[place % len(gpus)] for place, (run, _) in enumerate(left)}
+    runs = [f"{variant}-{seed}" for seed, variant in product(seeds_of(options), RECIPES)]
+    gpu_of = {run: gpus[place % len(gpus)] for place, run in enumerate(runs)}
+    left = [run for run in runs if committed(store, run) < options.iterations]
     going: Running = {}
     if committed(store, SFT) < SFT_ITERATIONS:
         model = [f"model.path={options.model.resolve()}", *(SFT_ON_CPU if options.cpu else ())]
         going[SFT] = start(options, store, SFT, SFT, gpus[0], model)
     try:
         while (left or going) and time.monotonic() < deadline:
-            for run, variant in list(left):
+            for run in list(left):
                 if may_start(store, options, going, gpu_of, run):
-                    left.remove((run, variant))
-                    if committed(store, run) < options.iterations:
-                        going[run] = start(options, store, run, RECIPES[variant], gpu_of[run], overrides(options, run))
+                    left.remove(run)
+                    recipe = RECIPES[run.rpartition("-")[0]]
+                    going[run] = start(options, store, run, recipe, gpu_of[run], overrides(options, run))
             collect(store, going, file)
     finally:
         stop(going)
