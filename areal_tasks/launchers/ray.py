@@ -244,9 +244,8 @@ def bundle(task: Task, settings: RaySettings) -> dict[str, float]:
 def machine(node: Mapping[str, Any], own: Mapping[str, float]) -> Machine:
     """A node as Ray's driver lists it; `own`: further resources that each service occupies."""
     used = lacking(own, node["free"])
-    return Machine(
-        node["name"], _resources(node["total"]), _resources(node["free"]), f"without free {used[0]}" if used else ""
-    )
+    state = "being drained" if node["draining"] else f"without free {used[0]}" if used else ""
+    return Machine(node["name"], _resources(node["total"]), _resources(node["free"]), state)
 
 
 def lacking(asked: Mapping[str, float], has: Mapping[str, float]) -> list[str]:

@@ -14,20 +14,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
 from ray._private.state import available_resources_per_node  # no public function of plain Ray says this
+from ray._private.state import state as cluster_state  # nor which nodes are drained
 from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_tasks.launchers.cluster import LOST
+from areal_tasks.launchers.cluster import LOST, PREEMPTED
 
 GET_SECONDS: Final = 10.0
 MOST_BYTES: Final = 1 << 16
+#: Ray's words, and nothing else of it, say that a node was taken away, as by an autoscaler for which it was idle.
+TAKEN: Final = "node was terminated expectedly"
 #: Runs a command that the kernel kills (PR_SET_PDEATHSIG, SIGKILL) when the thread that started it ends.
 TIED: Final = """
 import ctypes, os, sys
@@ -64,6 +67,10 @@ class Runner:
         self.delivered += len(printed)
         return printed, code if len(printed) < MOST_BYTES else None
 
+    def terminate(self) -> None:
+        """Ask the command to end, which it may do later."""
+        self.child.terminate()
+
 
 @dataclass
 class Started:
@@ -74,6 +81,13 @@ class Started:
     actor: Any
     poll: Any
     runs: bool = False
+    leaves: bool = False  # it has been asked to end, for its node is to go
+
+    def leave(self, draining: Collection[str]) -> None:
+        """Ask the command to end if its node is one of `draining`, which Ray has been told to take away."""
+        if not self.leaves and draining and node(self.group) in draining:
+            self.leaves = True
+            self.actor.terminate.remote()
 
     def end(self) -> None:
         """Have Ray kill the actor, and with it the command."""
@@ -105,8 +119,14 @@ class Driver:
         return f"it needs {shown(bundle)} of one node; the nodes have: {nodes}"
 
     def states(self, cancelled: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The state of each task: see `RayTask.take`. Those that are `cancelled` end; ended ones are forgotten."""
+        """The state of each task: see `RayTask.take`. Those that are `cancelled` end; ended ones are forgotten.
+
+        Those whose nodes are to go are asked to end, so that they start elsewhere while there is time.
+        """
         self._note_nodes()
+        draining = cluster_state.get_draining_nodes()
+        for task in self.tasks.values():
+            task.leave(draining)
         killed = {"code": -signal.SIGKILL}
         found = {name: killed if name in cancelled else state(task) for name, task in self.tasks.items()}
         for name in [name for name, now in found.items() if now.get("code") is not None]:
@@ -114,12 +134,17 @@ class Driver:
         return found
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Name, resources and free resources of each node that is alive."""
-        free = available_resources_per_node()
+        """Name, resources and free resources of each node that is alive, and whether it is to go."""
+        free, draining = available_resources_per_node(), cluster_state.get_draining_nodes()
         return [
-            {"name": node["NodeManagerHostname"], "total": node["Resources"], "free": free.get(node["NodeID"], {})}
-            for node in ray.nodes()
-            if node["Alive"]
+            {
+                "name": found["NodeManagerHostname"],
+                "total": found["Resources"],
+                "free": free.get(found["NodeID"], {}),
+                "draining": found["NodeID"] in draining,
+            }
+            for found in ray.nodes()
+            if found["Alive"]
         ]
 
     def _note_nodes(self) -> None:
@@ -148,14 +173,20 @@ def start(name: str, bundle: dict[str, float], command: list[str], environment: 
 def state(task: Started) -> dict[str, Any]:
     """What it waits for; once it runs, what it has printed since, and its exit code."""
     if not ray.wait([task.poll], timeout=0)[0]:
-        return {} if task.runs else {"why": lacking(task)}
+        return {} if task.runs else {"code": PREEMPTED} if task.leaves else {"why": lacking(task)}
     task.runs = True
     try:
         printed, code = ray.get(task.poll, timeout=GET_SECONDS)
     except RayError as error:
-        return {"printed": f"{error}\n", "code": LOST}
+        return {"printed": f"{error}\n", "code": PREEMPTED if task.leaves or TAKEN in str(error) else LOST}
     task.poll = task.actor.poll.remote()
-    return {"printed": printed.decode(errors="surrogateescape"), "code": code}
+    ended = PREEMPTED if task.leaves and code is not None else code
+    return {"printed": printed.decode(errors="surrogateescape"), "code": ended}
+
+
+def node(group: Any) -> str:
+    """The ID of the node that Ray has found for a placement group; empty if it has found none."""
+    return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
 def lacking(task: Started) -> str:

@@ -18,10 +18,12 @@ import psutil
 import pytest
 from machines.bed import NETWORK, ROOT, Machine, Machines
 from machines.clusters import start_ray
+from machines.runs import UNTRAINED
 from waiting import LIMIT, wait_until
 
 from areal_tasks.launchers import ray
 from areal_tasks.launchers.cluster import LOST, Resources, Task
+from areal_tasks.launchers.placement import propose
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher
 
@@ -30,6 +32,18 @@ FOREVER: Final = "import os, socket, time; print(socket.gethostname(), os.getpid
 SECRET: Final = "b5f0-a-secret-of-the-flow-93c1"
 SHOWN: Final = "77ac-no-secret-of-the-task-1d0e"
 NUMBERS: Final = count()
+ADDED: Final = {"resources": {"CPU": 2, "object_store_memory": 80_000_000}, "node_config": {}, "max_workers": 3}
+#: Ray's autoscaler. The nodes that it adds are raylets of the head's machine, and go after 12 s without work.
+AUTOSCALING: Final = {
+    "cluster_name": "bed",
+    "max_workers": 3,
+    "provider": {"type": "fake_multinode", "use_node_id_as_ip": True, "disable_node_updaters": True},
+    "available_node_types": {"ray.head.default": {"resources": {"CPU": 0}, "node_config": {}}, "added": ADDED},
+    "head_node_type": "ray.head.default",
+    "idle_timeout_minutes": 0.2,
+    **{unused: {} for unused in ("auth", "file_mounts", "cluster_synced_files")},
+    **{unused: [] for unused in ("worker_setup_commands", "worker_start_ray_commands")},
+}
 installed = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray")
 
 
@@ -261,6 +275,37 @@ def test_the_quickstart_on_a_cluster() -> None:
         hosts = dict(re.findall(r"service (\S+) starts on (\S+)", log))
         assert hosts.keys() == {"trainer", "inference-0", "rollout-0", "rollout-evaluation"}
         assert set(hosts.values()) == {"node1", "node2"}
+
+
+@installed
+@pytest.mark.slow("a whole quickstart, 2 min")
+def test_the_quickstart_on_nodes_that_the_autoscaler_adds() -> None:
+    """The plan says what services wait for, nodes are added for them, and go when the run has ended."""
+    with Machines("head", s3=True) as machines:
+        head = machines["head"]
+        head.path(config := "/tmp/autoscaling.json").write_text(json.dumps(AUTOSCALING))
+        own = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", **machines.s3}
+        start_ray(head, "--head", "--num-cpus=0", "--include-dashboard=false", f"--autoscaling-config={config}", **own)
+        flow = Flow(head, address := f"{head.address}:6379")
+        place = ["launcher.type=ray", f"launcher.network={NETWORK}.0/24", "launcher.ray.autoscaling=true"]
+        environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, **machines.s3}
+
+        def arealflow(*arguments: str) -> subprocess.CompletedProcess[str]:
+            return head.run([sys.executable, "-m", "arealflow.command", *arguments], environment)
+
+        planned = json.loads(arealflow("plan", "quickstart", "--placement", "--json", *place).stdout)
+        assert {row["state"] for row in planned} == {"waits"}
+        assert "no node has 1 CPU; the largest has none: the autoscaler has to add a larger one" in planned[0]["why"]
+        log = arealflow("run", "quickstart", "run=r", *place, *UNTRAINED, "schedule.iterations=1").stderr
+        assert "service trainer starts on head" in log and "iteration 0 done (1 of 1)" in log
+        assert "r: sound" in arealflow("audit", "r").stdout
+        wait_until(lambda: flow.ask("machines") == [["head", 0, 0]], "the end of the added nodes")
+
+
+def test_a_node_that_is_drained_is_proposed_for_nothing() -> None:
+    node = {"name": "n1", "total": {"CPU": 2}, "free": {"CPU": 2}, "draining": True}
+    [found] = propose({"trainer": Resources(1)}, [ray.machine(node, {})], autoscales=True)
+    assert (found.state, found.why) == ("waits", "needs 1 CPU on one node; n1 has as much, but is being drained")
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

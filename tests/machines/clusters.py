@@ -35,6 +35,14 @@ HEALTH: Final = {
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
 }
+#: `ADDRESS NODE OPTION …`: `ray drain-node` wants the node's ID, for which Ray's own command needs a dashboard.
+DRAIN: Final = """
+import subprocess, sys, ray
+ray.init(address := sys.argv[1])
+[node] = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeManagerHostname"] == sys.argv[2]]
+command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={address}", f"--node-id={node}"]
+subprocess.run([*command, *sys.argv[3:]], check=True)
+"""
 
 
 class Cluster:
@@ -152,6 +160,11 @@ class OnRay(Cluster):
     def take(self, name: str) -> None:
         """A node leaves the cluster, as when a spot machine has been given notice."""
         self.bed[name].run([sys.executable, "-m", "ray.scripts.scripts", "stop"])
+
+    def drain(self, name: str) -> None:
+        """Ray is told that a node will be gone in 5 minutes, as by the notice that a spot machine gets."""
+        asked = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=300"]
+        self.bed[CONTROL].run([sys.executable, "-c", DRAIN, self.address, name, *asked])
 
     def restart_controller(self, seconds: float) -> None:
         """Ray's head vanishes and comes back empty; `ray start` is called again on each node."""

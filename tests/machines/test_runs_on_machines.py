@@ -23,6 +23,7 @@ from machines.runs import (
     query,
     services,
     slurm_and_ray,
+    through_ray,
     through_slurm,
 )
 from machines.starter import PORT
@@ -121,6 +122,21 @@ def test_a_run_goes_on_after_the_cluster_has_taken_a_node(cluster: OnSlurm | OnR
     if isinstance(cluster, OnSlurm):
         ends = re.findall(r"service \S+ ended with (\S+);", run.printed)
         assert set(ends) == {str(PREEMPTED)}, "no failure of any service"
+
+
+@pytest.mark.parametrize("cluster", [through_ray], indirect=True)
+def test_a_run_goes_on_after_ray_was_told_to_drain_a_node(cluster: OnRay) -> None:
+    """Its services start elsewhere before the node goes, which is no failure of theirs."""
+    run = Run(cluster, "launcher.restarts=0")
+    host = run.host("inference-0")
+    begin = time.monotonic()
+    cluster.drain(host)
+    run.recover(host, begin)
+    wait_until(lambda: not services(cluster.bed[host]), "the end of the services there")
+    cluster.bed[host].kill()
+    run.finish(begin)
+    ends = re.findall(r"service \S+ ended with (\S+);", run.printed)
+    assert len(ends) >= 2 and set(ends) == {str(PREEMPTED)}
 
 
 @pytest.mark.parametrize("cluster", [through_slurm], indirect=True)
