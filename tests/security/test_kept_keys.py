@@ -125,7 +125,9 @@ def test_the_doctor_says_where_the_keys_come_from(
     watched: Watched, s3: S3Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert arealflow("doctor", "--store", watched.store.url) == 0
-    assert "from this environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in said(capsys)
+    told = said(capsys)
+    assert "from this environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in told
+    assert f"running at {os.environ['PREFECT_API_URL'].removesuffix('/api')}" in told
     forget_keys(monkeypatch)
     assert arealflow("doctor", "--store", watched.store.url) == 0  # the store is usable with them
     told = said(capsys)
