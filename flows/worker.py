@@ -1,4 +1,4 @@
-"""The worker of `arealflow up`: Prefect's process worker, without what delays or breaks a recovery.
+"""`python -m flows.worker`, the worker of `arealflow up` too: Prefect's, without what delays or breaks a recovery.
 
 Written for Prefect 3.8.8, whose own worker
 - reports the death of a flow process twice: immediately, and again after the flow's hooks have run. By then the flow
@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
+import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -70,7 +71,7 @@ def main() -> None:
     process.load_flow_from_flow_run = flow_without_hooks  # type: ignore[attr-defined, assignment]
     _flow_run_executor.ProcessManager = QuickKillManager  # type: ignore[attr-defined]
     setup_signal_handlers_worker(os.getpid(), "the worker", print)
-    asyncio.run(FlowWorker(work_pool_name=POOL, name="local").start())
+    asyncio.run(FlowWorker(work_pool_name=POOL, name=socket.gethostname()).start())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,12 @@ class Server:
         answer = self.ask(f"/flow_runs/{run}/set_state", {"state": {"type": kind}})
         assert answer["status"] == "ACCEPT", answer
 
+    def beat(self, run: str) -> None:
+        """What a flow process sends from time to time."""
+        event = {"event": "prefect.flow-run.heartbeat", "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}}
+        now = {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat()}
+        ask("POST", f"{self.api}/events", [event | now]).raise_for_status()
+
     def state(self, run: str) -> tuple[str, str]:
         state = ask("GET", f"{self.api}/flow_runs/{run}").raise_for_status().json()["state"]
         return state["name"], state["message"] or ""
@@ -200,6 +207,24 @@ def test_the_automation_runs_a_crashed_flow_run_again(server: Server) -> None:
     assert automations.RECOVERY in server.state(run)[1]
     server.set(run, "CANCELLED")
     automations.install(server.api)
+
+
+def test_a_flow_run_that_is_no_longer_heard_of_counts_as_crashed(server: Server) -> None:
+    """One whose heartbeats end, not one that has ended or of which there never was a heartbeat."""
+    lost = automations.read_automation("lost")
+    automations.put(server.api, {**lost, "trigger": {**lost["trigger"], "within": 10}})
+    silent, ended, unknown = runs = [server.flow_run() for _ in range(3)]
+    for run in runs:
+        for kind in ("PENDING", "RUNNING"):
+            server.set(run, kind)
+    for run in (silent, ended):
+        server.beat(run)
+    server.set(ended, "COMPLETED")
+    wait_until(lambda: server.state(silent)[0] == "Crashed")
+    assert "Nothing was heard of it any more" in server.state(silent)[1]
+    assert [server.state(run)[0] for run in (ended, unknown)] == ["Completed", "Running"]
+    automations.remove(server.api, lost["name"])
+    server.set(unknown, "CANCELLED")
 
 
 def test_a_crashed_flow_run_is_run_again_unless_a_person_has_switched_that_off(server: Server) -> None:
