@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import typer
 
 from areal_tasks.store.backend import open_store
@@ -18,7 +17,7 @@ from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
 from flows.cli.machine import DEFAULT_PORT, free_port
 from flows.cli.output import AsJson, StoreUrl, show
-from flows.cli.processes import asking, named_server, ui_url, why
+from flows.cli.processes import asking, named_server, ui_url
 from flows.credentials import NEEDED, on_s3, read_prefect_keys, set_key_variables, set_keys
 from flows.home import home
 from schemas.errors import UserError
@@ -75,10 +74,13 @@ def gpu() -> dict[str, Any]:
 def server() -> dict[str, Any]:
     """The address of the Prefect server that commands use, or the port at which `arealflow up` would start one."""
     if api_url := named_server():
+        from prefect.client.orchestration import get_client  # takes a second
+
         try:
-            httpx.get(f"{api_url}/health", timeout=10).raise_for_status()
-        except httpx.HTTPError as error:
-            return _row("Prefect server", "BROKEN", why(api_url, error))
+            with asking(api_url), get_client(sync_client=True) as client:
+                client.hello().raise_for_status()
+        except UserError as error:
+            return _row("Prefect server", "BROKEN", str(error))
         return _row("Prefect server", "ok", f"running at {ui_url(api_url)}")
     port = free_port(DEFAULT_PORT)
     return _row("Prefect server", "not running", f"`arealflow up` would start it on port {port}")

@@ -101,7 +101,7 @@ def asking(api_url: str) -> Iterator[None]:
     try:
         with temporary_settings({PREFECT_API_URL: api_url}):
             yield
-    except (httpx.HTTPError, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
+    except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
         raise UserError(why(api_url, error)) from error
 
 

@@ -438,5 +438,10 @@ def test_a_prefect_server_that_is_named_and_does_not_answer(
     found = call(capsys, monkeypatch, "run", "quickstart")
     assert found.code == 1
     assert "error: no Prefect server answers at http://127.0.0.1:1/api" in found.err and "Traceback" not in found.err
-    found = call(capsys, monkeypatch, "doctor", "--store", str(tmp_path / "store"))
-    assert found.code == 1 and "no Prefect server answers at http://127.0.0.1:1/api" in " ".join(found.out.split())
+    for url, said in (
+        ("http://127.0.0.1:1/api", "no Prefect server answers"),
+        ("http://127.0.0.1:42oo", "Invalid port"),
+    ):
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        found = call(capsys, monkeypatch, "doctor", "--store", str(tmp_path / "store"))
+        assert found.code == 1 and said in " ".join(found.out.split())

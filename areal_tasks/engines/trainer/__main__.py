@@ -6,8 +6,8 @@ from typing import Final
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.importing import importing
 
-#: How torch page-locks host memory: by eight threads, where CUDA alone takes six times as long and holds up the GPU's
-#: other work meanwhile (benchmarks/results/gpu-asynchrony.md). The user's own settings of torch's allocators win.
+#: How torch page-locks host memory: by eight threads, where CUDA alone takes up to six times as long and holds up the
+#: GPU's other work meanwhile (benchmarks/results/gpu-asynchrony.md). The user's own settings of torch's allocators win.
 PAGE_LOCKING: Final = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 if __name__ == "__main__":
