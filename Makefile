@@ -14,8 +14,8 @@ TESTS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-# Two processes more than cores, since tests also wait. Four at most: each imports torch.
-PYTEST := $(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesses=4
+# One process more than cores, since tests also wait (3 on 2 cores: 8:39, 2: about 10:50). Four at most: each imports torch.
+PYTEST := $(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses=4
 
 .PHONY: install demo demo-s3 down test test-slow test-all chaos lint docs bench
 

@@ -1,7 +1,4 @@
-"""Distribution of tests over xdist's workers: by whole modules, and all modules that share a server on one worker.
-
-The tests of LONGEST share nothing and take minutes each: they are distributed one by one.
-"""
+"""Distribution of tests over xdist's workers: by whole modules, and all modules that share a server on one worker."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import session_folder
 from servers import OPEN
 from xdist.scheduler import LoadScopeScheduling
 
-#: The folder of the modules that take longest of all, which are run first.
+#: The folder of the module that takes longest of all, which is run first.
 LONGEST: Final = "machines"
 #: Fixtures of servers that are expensive to start: modules that use one are run next, since they take long.
 SERVERS: Final = ("api", "up")
@@ -53,7 +50,7 @@ def end_servers(item: pytest.Item, following: pytest.Item | None) -> None:
 
 
 class ModuleScheduling(LoadScopeScheduling):
-    """Distributes modules, and single tests of LONGEST, in the order in which they were collected."""
+    """Distributes modules in the order in which they were collected."""
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:
         super().__init__(config, log)
@@ -66,6 +63,4 @@ class ModuleScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
-        if Path(module).parent.name == LONGEST:
-            return nodeid
         return self.groups.get(module, module)
