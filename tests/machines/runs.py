@@ -23,7 +23,7 @@ ASYNCHRONOUS: Final = (
 )
 
 #: Where each run takes a minute or more, a fault that does not depend on the cluster system is tested on one of them.
-SYSTEMS: Final = (OnStarters, OnSlurm, OnRay)
+SYSTEMS: Final = (OnSlurm, OnRay)
 starters = pytest.param(OnStarters, id="starter")
 through_slurm = pytest.param(OnSlurm, id="slurm", marks=pytest.mark.slow("Slurm's daemons, and a run of a minute"))
 through_ray = pytest.param(OnRay, id="ray", marks=pytest.mark.slow("Ray's daemons, and a run of a minute"))

@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_until
 
 from machines.clusters import HEAD, Cluster, OnStarters, pause
-from machines.runs import SYSTEMS, Run, each_system, services
+from machines.runs import SYSTEMS, Run, services, slurm_and_ray
 
 #: Until generation runs again after a node is lost, where another node is free.
 AGAIN_SECONDS: Final = 90.0
@@ -61,7 +61,7 @@ def test_a_run_goes_on(cluster: Cluster, disturb: Callable[[Cluster, Run], None]
 
 
 @pytest.mark.slow("a run of a minute, and a lease that ends")
-@each_system
+@slurm_and_ray
 def test_services_end_when_the_head_vanishes_and_a_new_start_goes_on(cluster: Cluster) -> None:
     Run(cluster)
     cluster.bed[HEAD].kill()
