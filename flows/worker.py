@@ -1,4 +1,6 @@
-"""`python -m flows.worker`, the worker of `arealflow up` too: Prefect's, without what delays or breaks a recovery.
+"""The worker of `arealflow up`: Prefect's process worker, without what delays or breaks a recovery.
+
+For other Prefect servers: `PREFECT_API_URL=… python -m flows.worker`.
 
 Written for Prefect 3.8.8, whose own worker
 - reports the death of a flow process twice: immediately, and again after the flow's hooks have run. By then the flow

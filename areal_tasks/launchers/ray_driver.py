@@ -29,7 +29,7 @@ from areal_tasks.launchers.cluster import LOST, PREEMPTED
 
 GET_SECONDS: Final = 10.0
 MOST_BYTES: Final = 1 << 16
-#: Ray's words, and nothing else of it, say that a node was taken away, as by an autoscaler for which it was idle.
+#: Only this text of Ray's says that a node was taken away on purpose: by `ray stop`, or by an autoscaler.
 TAKEN: Final = "node was terminated expectedly"
 #: Runs a command that the kernel kills (PR_SET_PDEATHSIG, SIGKILL) when the thread that started it ends.
 TIED: Final = """
@@ -81,10 +81,10 @@ class Started:
     actor: Any
     poll: Any
     runs: bool = False
-    leaves: bool = False  # it has been asked to end, for its node is to go
+    leaves: bool = False  # it has been asked to end, since its node is being drained
 
     def leave(self, draining: Collection[str]) -> None:
-        """Ask the command to end if its node is one of `draining`, which Ray has been told to take away."""
+        """Ask the command to end if its node is one of `draining`: those that Ray is about to lose."""
         if not self.leaves and draining and node(self.group) in draining:
             self.leaves = True
             self.actor.terminate.remote()
@@ -121,7 +121,7 @@ class Driver:
     def states(self, cancelled: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The state of each task: see `RayTask.take`. Those that are `cancelled` end; ended ones are forgotten.
 
-        Those whose nodes are to go are asked to end, so that they start elsewhere while there is time.
+        Those on a node that is being drained are asked to end, so that they start elsewhere while there is time.
         """
         self._note_nodes()
         draining = cluster_state.get_draining_nodes()
@@ -134,7 +134,7 @@ class Driver:
         return found
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Name, resources and free resources of each node that is alive, and whether it is to go."""
+        """Name, resources and free resources of each node that is alive, and whether it is being drained."""
         free, draining = available_resources_per_node(), cluster_state.get_draining_nodes()
         return [
             {

@@ -22,7 +22,7 @@ ASYNCHRONOUS: Final = (
     *(f"schedule.iterations={ITERATIONS}", f"evaluation.every={ITERATIONS}"),
 )
 
-#: Where each run takes a minute or more, a fault that does not depend on the cluster system is tested on one of them.
+#: Those that users have. A fault that does not depend on the cluster system is tested on the tests' own alone.
 SYSTEMS: Final = (OnSlurm, OnRay)
 starters = pytest.param(OnStarters, id="starter")
 through_slurm = pytest.param(OnSlurm, id="slurm", marks=pytest.mark.slow("Slurm's daemons, and a run of a minute"))
