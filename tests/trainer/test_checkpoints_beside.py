@@ -159,7 +159,7 @@ def test_without_memory_for_a_copy_the_trainer_waits(rlhf: World, lacks: str, mo
     if lacks == "room":
         monkeypatch.setattr(writing, "host_room", lambda: 100)
     else:
-        monkeypatch.setattr(Copies, "take", refused)
+        monkeypatch.setattr(Copies, "allocate", refused)
     trainer = rlhf.trainer()
     before, files = state(trainer), begin(rlhf, trainer, "a", 0)
     trainer.train(train(rlhf, 0))
@@ -181,6 +181,17 @@ def test_copies_lie_in_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert [copy.data_ptr() for copy in again] == places and not again[0].any()
     copies.take(tensors[2:])
     assert [len(block) for block in copies.blocks] == [896]
+
+
+def test_memory_for_copies_is_allocated_before_the_first_checkpoint(rlhf: World) -> None:
+    trainer = rlhf.trainer()
+    trainer.writer.prepare(trainer._plan_checkpoint)
+    trainer.writer._wait()
+    blocks = [block.data_ptr() for block in trainer.writer.copies.blocks]
+    before, files = state(trainer), begin(rlhf, trainer, "a", 0)
+    trainer.train(train(rlhf, 0))
+    assert blocks and [block.data_ptr() for block in trainer.writer.copies.blocks] == blocks
+    assert same(state(loaded(rlhf, files(True), 0)), before)
 
 
 def test_a_container_may_leave_less_memory_than_the_machine(tmp_path: Path) -> None:

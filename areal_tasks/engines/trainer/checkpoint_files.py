@@ -197,15 +197,23 @@ class Copies:
         _, sizes = _packed([tensor.nbytes for tensor in tensors])
         return max(sum(sizes) - sum(map(len, self.blocks)), 0)
 
-    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of `tensors`, which may change when this returns. They are valid until the next call."""
+    def allocate(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Allocate the blocks for copies of `tensors`, unless they are there; for each tensor its block and place.
+
+        Raises RuntimeError or MemoryError if the host has no room.
+        """
         places, sizes = _packed([tensor.nbytes for tensor in tensors])
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if list(map(len, self.blocks)) != sizes:
             self.blocks = []  # freed before others are allocated
             self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+        return places
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `tensors`, which may change when this returns. They are valid until the next call."""
+        places = self.allocate(tensors)
         copies = [self._copy(tensor, *place) for tensor, place in zip(tensors, places, strict=True)]
-        if on_gpu:
+        if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
         return copies
 

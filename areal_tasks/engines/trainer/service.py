@@ -20,7 +20,7 @@ import torch
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer.backend import Fetch, Progress
-from areal_tasks.engines.trainer.checkpoint import METADATA
+from areal_tasks.engines.trainer.checkpoint import METADATA, Saving
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
     Command,
@@ -155,6 +155,8 @@ class Trainer:
                 learner, part = self._learner(command)
                 work = functools.partial(self._learn, learner, part, command.version)
                 done = self.fence.change(command.version, command.digest, work)
+            if self.backend.device.type == "cuda" and self.settings.trainer.backend == "fsdp2":  # DeepSpeed has its own
+                self.writer.prepare(self._plan_checkpoint)
         if command.prefix is not None and not done.written and self.group.rank == 0:
             of = done.tables
             done.written = {name: write_table(self.store, command.prefix, name, of[name]) for name in of}
@@ -209,7 +211,7 @@ class Trainer:
     def checkpoint(self, command: Checkpoint) -> Done:
         """Copy the whole training state, and begin to write it. Nothing is visible until the caller commits it."""
         self.fence.expect(command.version)
-        self.writer.begin(command.prefix, lambda folder: self.backend.plan_checkpoint(folder, self.progress))
+        self.writer.begin(command.prefix, self._plan_checkpoint)
         return Done()
 
     def finish(self, command: Finish) -> Finished:
@@ -283,6 +285,9 @@ class Trainer:
             tables["scored"] = scored_table(part, version + 1, scores)
         self._make_room()
         return Change(learned.metrics, tables, {})
+
+    def _plan_checkpoint(self, folder: Path) -> Saving:
+        return self.backend.plan_checkpoint(folder, self.progress)
 
     def _make_room(self) -> None:
         """Release the GPU memory that torch caches, for servers on that GPU."""

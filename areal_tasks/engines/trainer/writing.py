@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 from areal_tasks.engines.trainer.checkpoint import Saving
 from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed
@@ -20,6 +20,7 @@ from areal_tasks.engines.trainer.memory import host_room, ran_out
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import in_background
+from schemas.errors import first_line
 from schemas.manifest import FileRef
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,25 @@ class CheckpointWriter:
         self._saving: Saving
         self._written: Future[list[Hashed]] | None = None
         self._files: tuple[FileRef, ...] | None = None  # once all ranks have written
+        self._allocated: Future[None] | None = None  # when memory for copies is there, or is known to be lacking
+
+    def prepare(self, plan: Callable[[Path], Saving]) -> None:
+        """Once, begin to allocate the memory for copies of what `plan` plans, in a thread; it stays.
+
+        For a GPU it is page-locked, which takes 4 s at 1.5 B parameters; the first checkpoint would wait for it.
+        """
+        if self._allocated is not None:
+            return
+        room = host_room()
+        with self.group.together(partial(TemporaryDirectory, prefix="areal-plan-")) as folder:
+            saving = plan(Path(folder))
+
+        def allocate() -> None:
+            started = time.perf_counter()
+            why = self._allocate(saving, room)
+            log.info("memory for checkpoints: %s", why or f"allocated in {time.perf_counter() - started:.3f} s")
+
+        self._allocated = in_background(allocate, "checkpoint-memory")
 
     def begin(self, prefix: str, plan: Callable[[Path], Saving]) -> None:
         """Begin to write what `plan` plans to write into a folder; when this returns, that may change.
@@ -48,8 +68,7 @@ class CheckpointWriter:
         Raises:
             StoreError: a rank cannot make its folder.
         """
-        if self._written is not None:  # nothing asks for it, as for that of an earlier start of the flow
-            wait([self._written])
+        self._wait()  # for one that nothing asks for, as for that of an earlier start of the flow
         self._clean()
         self.prefix, self._written, self._files = "", None, None
         started, room = time.perf_counter(), host_room()  # before any rank of this machine takes of it
@@ -107,18 +126,30 @@ class CheckpointWriter:
             self._temporary.cleanup()
             self._temporary = None
 
+    def _wait(self) -> None:
+        """Wait until no thread uses the copies."""
+        threads: list[Future[Any]] = [thread for thread in (self._allocated, self._written) if thread is not None]
+        wait(threads)
+
     def _hold(self, saving: Saving, room: int) -> None:
         """Copy what `saving` writes, if there is memory for it."""
+        if why := self._allocate(saving, room):
+            log.warning("the trainer waits while its checkpoint is written: %s", why)
+        else:
+            saving.hold(self.copies)
+
+    def _allocate(self, saving: Saving, room: int) -> str:
+        """Allocate memory for the copies of what `saving` writes; otherwise say why there is none."""
         asked = self.copies.lacking(saving.tensors) * self.group.ranks_here
         if asked > ROOM * room:
-            log.warning("%s", _waits(f"copies would take {asked >> 20} MiB of host memory, and {room >> 20} are free"))
-            return
+            return f"copies would take {asked >> 20} MiB of host memory, and {room >> 20} are free"
         try:
-            saving.hold(self.copies)
+            self.copies.allocate(saving.tensors)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-            log.warning("%s", _waits(str(error)))
+            return first_line(error)
+        return ""
 
     def _write(self, prefix: str, saving: Saving, started: float) -> list[Hashed]:
         with usable(self.store, prefix):
@@ -132,10 +163,6 @@ class CheckpointWriter:
         self.store.put_file(f"{prefix}/{name}", file)
         if self._temporary is not None:
             file.unlink()
-
-
-def _waits(why: str) -> str:
-    return f"the trainer waits while its checkpoint is written: {why}"
 
 
 @contextmanager
