@@ -97,7 +97,6 @@ class Rollouts:
                 groups = await self._chosen()
                 default = self.links.ready()[0]
                 parts = self._assigned.parts(groups, default, prefix, attempt, self.spool.records)
-                await self._record(self.rejections.by_filters)
                 written = await asyncio.gather(*(self._written(link, part) for link, part in parts))
                 if all(written):
                     return [part for part in written if part is not None]
@@ -106,8 +105,11 @@ class Rollouts:
             self._taking = False
 
     async def _chosen(self) -> list[int]:
-        """The next iteration's groups, once the rule allows them and a worker can write them."""
-        while (taken := self.tracker.take()) is None or not self.links.ready():
+        """The next iteration's groups, once the rule allows it, a worker is ready, and rejections are recorded."""
+        while (taken := self.tracker.take()) is None or not self.links.ready() or self.rejections.by_filters():
+            if taken is not None and self.links.ready():
+                await self._record(self.rejections.by_filters)
+                continue  # workers may have been lost, or have written groups to the spool
             if self._failure is not None:
                 raise self._failure
             if taken is None and self._is_idle():
@@ -131,7 +133,9 @@ class Rollouts:
         except WorkerLost:
             self.lost(link)
         except orders.LeaseOver:
-            self._lose(self._assigned.of(link, part.numbers))
+            assigned = self._assigned.of(link, part.numbers)
+            if len(assigned) == len(part.numbers):  # else some are in the spool by now, where the next attempt looks
+                self._lose(assigned)
         except StoreError as error:
             if not part.groups:
                 raise

@@ -187,6 +187,46 @@ def filtered(scene: Scene, store: Store, by: Judge, eta: int = 0, last: int = 99
     return rollouts(scene, store, eta, last, by, **{"groups": BATCH, "filters": by.filters, **limits})
 
 
+def gated(writer: Any) -> tuple[threading.Event, threading.Event]:
+    """Have the writer's next writes wait: set when one has begun, and to be set for all to go on."""
+    begun, go_on, write = threading.Event(), threading.Event(), writer.write
+
+    def wait(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(LIMIT)
+        return write(*arguments)
+
+    writer.write = wait
+    return begun, go_on
+
+
+def test_groups_that_reach_the_spool_while_rejections_are_recorded_are_taken_from_there() -> None:
+    async def work() -> None:
+        scene = Numbered(at_once=False)
+        found = filtered(scene, some_store(), judge(lambda group: float(group != 1)))
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: len(scene.ends) == BATCH)
+        groups = found.near().groups
+        (recording, recorded), (spooling, spooled) = gated(found.writer), gated(groups.writer)
+        for group in (0, 2, 3):
+            scene.ends[group].set_result(None)
+        await until(lambda: len(groups.finished) == 3)
+        flushing = asyncio.ensure_future(groups.flush())
+        await until(spooling.is_set)
+        scene.ends[1].set_result(None)  # rejected: group 4 begins in its place
+        await until(lambda: 4 in scene.ends)
+        scene.ends[4].set_result(None)
+        await until(recording.is_set)
+        spooled.set()
+        await flushing
+        await until(lambda: bool(found.spool.records([0])))
+        recorded.set()
+        assert await taking == [0, 2, 3, 4] and scene.begun == [0, 1, 2, 3, 4]
+        await found.close()
+
+    go(work())
+
+
 @given(st.sets(st.integers(0, 40), max_size=30), st.integers(0, 3), st.integers(0, 2**32))
 @settings(max_examples=12, deadline=None)
 def test_each_group_is_taken_once_or_rejected_whatever_order_groups_end_in(

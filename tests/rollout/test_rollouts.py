@@ -23,6 +23,7 @@ from areal_tasks.engines.sharing import Followers
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.orders import Event, Lease, Orders, Spooled
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
@@ -141,6 +142,40 @@ def test_groups_begin_while_nobody_waits_for_them() -> None:
         scene.version = 1
         assert await found.groups() == [4, 5, 6, 7]
         await until(lambda: len(scene.begun) == 4 * BATCH)  # a batch of version 1
+
+    go(work())
+
+
+def test_a_worker_whose_start_was_closed_abandons_the_groups_it_holds() -> None:
+    """The flow took it for lost when a connection was reset, and now has it begin again."""
+
+    async def work() -> None:
+        store, events = some_store(), list[Event]()
+        found = rollouts(Scene(), store)
+        await found.use_workers({("0", 0)})
+        groups = found.near().groups
+        groups.report = events.append
+        await until(lambda: bool(groups.finished))
+        await groups.flush()
+        [record] = [event.record for event in events if isinstance(event, Spooled)]
+        records.close_start(store, "run", record.start, 2)
+        groups.apply(Orders(begin=(Lease(number=90, index=90, floor=0),)))
+        await until(lambda: bool(groups.finished))
+        await groups.close()
+        assert not groups.finished
+
+    go(work())
+
+
+def test_a_lease_that_is_over_before_the_order_is_sent_is_not_generated() -> None:
+    async def work() -> None:
+        scene = Scene(at_once=False)
+        found = rollouts(scene, some_store())
+        await found.use_workers({("0", 0)})
+        leases = tuple(Lease(number=90 + n, index=90 + n, floor=0) for n in range(2))
+        found.near().groups.apply(Orders(begin=leases, forget=(90,)))
+        await until(lambda: 91 in scene.begun)
+        assert 90 not in scene.begun
 
     go(work())
 

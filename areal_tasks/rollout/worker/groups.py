@@ -74,13 +74,13 @@ class Groups:
 
     def apply(self, given: orders.Orders) -> None:
         """Begin the groups of new leases, and drop those whose leases are over."""
-        for number in given.forget:
+        for lease in given.begin:
+            self._running[lease.number] = asyncio.ensure_future(self._generate(lease))
+        for number in given.forget:  # may be one of those
             self.finished.pop(number, None)
             self._spooled.pop(number, None)
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
-        for lease in given.begin:
-            self._running[lease.number] = asyncio.ensure_future(self._generate(lease))
 
     def leave(self) -> None:
         """Write finished groups at once from now on."""
@@ -89,13 +89,15 @@ class Groups:
             self._flush_after(0.0, number)
 
     async def close(self) -> None:
-        """Abandon running groups, and write finished ones to the store."""
+        """Abandon running groups, and write finished ones to the store, unless the flow has given this worker up."""
         running = list(self._running.values())
         self._running.clear()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.flush()
+        with suppress(StartClosed):
+            await self.flush()
+        self.finished.clear()  # what waits to be written later is not
 
     async def flush(self) -> None:
         """Write finished groups to the spool, and drop them from memory."""
