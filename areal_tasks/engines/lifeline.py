@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 LIFELINE: Final = "AREAL_LIFELINE_FD"
@@ -32,8 +33,9 @@ def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
 
 
 def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
-    while os.read(fd, 1):
-        pass
+    with suppress(OSError):  # the supervisor had closed its end before this process began
+        while os.read(fd, 1):
+            pass
     before_death()
     if SCRATCH in os.environ:
         shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)

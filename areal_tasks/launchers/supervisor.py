@@ -37,6 +37,7 @@ Explained = Callable[[], Collection[tuple[str, int]]]
 POLL_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 30.0
 EXCUSED = (UNAVAILABLE, PREEMPTED)  # exit codes that do not count as a failure
+CLOSED = "the run has ended: its services are stopped"
 LOG_LINES = 20
 SEARCHED_LINES = 2000
 
@@ -102,6 +103,7 @@ class Supervisor:
         self.services: dict[str, Service] = {}
         self._unused = 0  # the lowest number that is higher than those of all starts of retired services
         self._lock = threading.Lock()  # stages that run concurrently supervise the same services
+        self._closed = False  # nothing is started any more: a thread of the run may still ask for it
 
     def __enter__(self) -> Supervisor:
         return self
@@ -109,7 +111,8 @@ class Supervisor:
     def __exit__(self, *error: object) -> None:
         with ExitStack() as stack:
             stack.callback(self.launcher.close)  # ends services that could not be stopped
-            services = list(self.services.values())
+            with self._lock:
+                self._closed, services = True, list(self.services.values())
             parallel(lambda service: service.handle.stop(), services, len(services))  # each may take LONGEST_START
 
     @property
@@ -136,6 +139,10 @@ class Supervisor:
         handle = self._begun(job) if joins else self.launcher.start(job)
         with self._lock:
             self.services[spec.name] = Service(job, handle, group=group, joins=joins)
+            late = self._closed
+        if late:
+            handle.stop()
+            raise ServiceFailed(CLOSED)
 
     join = partialmethod(start, joins=True)
 
@@ -172,10 +179,13 @@ class Supervisor:
         an end that is `explained` does not count as a failure.
 
         Raises:
-            ServiceFailed: one was not ready after its first start, or all of them are given up; with its log's end.
+            ServiceFailed: one was not ready after its first start, or all of them are given up, with its log's end; or
+                this has been left.
             Unavailable: store or cluster do not answer, so one could not start at first, or none of them can now.
         """
         with self._lock:
+            if self._closed:
+                raise ServiceFailed(CLOSED)
             for service in self.services.values():
                 if isinstance(starting := service.handle, Starting):
                     service.handle = starting.started()

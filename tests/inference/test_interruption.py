@@ -212,6 +212,19 @@ async def served(engine: Engine, tmp_path: Path, mode: Interruption | None) -> A
         listener.close()
 
 
+def test_a_server_that_ends_ends_its_engine_whose_thread_holds_the_model(
+    engine_of: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = engine_of()
+
+    async def work() -> None:
+        async with served(engine, tmp_path, None):
+            assert engine._thread.is_alive()
+
+    asyncio.run(work())
+    assert not engine._thread.is_alive()
+
+
 def request(index: int = 0, **changes: Any) -> GenerateRequest:
     return GenerateRequest(
         **{"input_ids": PROMPT, "max_new_tokens": TOKENS, "seed": 30 + index, "group": index} | changes

@@ -455,6 +455,16 @@ def test_failures_count_until_something_has_come_of_the_work(begin: Begin) -> No
         supervisor.poll(["ready"])
 
 
+def test_nothing_is_restarted_once_it_is_left(store: Store, tmp_path: Path) -> None:
+    """A thread of the run may still have it polled: a publication that goes on while the run fails."""
+    with Supervisor(store, Launcher(type="local"), tmp_path / "logs") as supervisor:
+        supervisor.start(MODULE, spec(store, "a"))
+        supervisor.wait(["a"])
+    with pytest.raises(ServiceFailed, match="the run has ended"):
+        supervisor.poll(["a"])
+    assert supervisor.services["a"].spec.restart == 0
+
+
 def test_leaving_stops_every_service_even_if_one_cannot_be(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = begin("ready", "silent")
     processes = [handle(supervisor, name).process for name in ("ready", "silent")]

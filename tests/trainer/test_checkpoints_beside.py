@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -125,14 +126,18 @@ def test_one_is_written_at_a_time(rlhf: World, gate: threading.Event, monkeypatc
 
 
 def test_what_cannot_be_written_is_said_once_and_another_may_follow(
-    rlhf: World, monkeypatch: pytest.MonkeyPatch
+    rlhf: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trainer = rlhf.trainer()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(type(rlhf.store), "put_file", _away)
+        patch.setattr(type(rlhf.store), "local", lambda *_: None)  # as of one elsewhere
         files = begin(rlhf, trainer, "a", 0)
+        assert list(Path(tempfile.gettempdir()).glob("areal-checkpoint-*"))
         with pytest.raises(Unavailable, match="the store is away"):
             files(True)
+        assert not list(Path(tempfile.gettempdir()).glob("areal-checkpoint-*"))
     with pytest.raises(StaleCommand, match=r"no checkpoint is being written below .*attempt=a"):
         files(True)
     assert same(state(loaded(rlhf, begin(rlhf, trainer, "b", 0)(True), 0)), state(trainer))
@@ -170,10 +175,11 @@ def test_copies_lie_in_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 1024)
     copies = Copies()
     tensors = [torch.randn(10, 30).T, torch.zeros(0, 4), torch.tensor(3.0), torch.arange(80), torch.randn(90)[::2]]
-    assert copies.lacking(tensors) == 1216 + 64 + 640 + 192
+    sizes = [tensor.nbytes for tensor in tensors]
+    assert copies.lacking(sizes) == 1216 + 64 + 640 + 192
     found = copies.take(tensors)
     assert all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(found, tensors, strict=True))
-    assert [len(block) for block in copies.blocks] == [1216, 896] and copies.lacking(tensors) == 0
+    assert [len(block) for block in copies.blocks] == [1216, 896] and copies.lacking(sizes) == 0
     places = [copy.data_ptr() for copy in found]
     tensors[0].zero_()
     assert found[0].any()

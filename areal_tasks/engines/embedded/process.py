@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -99,7 +100,16 @@ class Server:
             ("GET", "/server_info", self.server_info),
             ("GET", "/model_info", self.model_info),
         ]
-        return Starlette(routes=[Route(path, endpoint(do, status_of), methods=[how]) for how, path, do in routes])
+        found = [Route(path, endpoint(do, status_of), methods=[how]) for how, path, do in routes]
+        return Starlette(routes=found, lifespan=self._serving)
+
+    @asynccontextmanager
+    async def _serving(self, app: Starlette) -> AsyncIterator[None]:
+        """While inside, the engine runs; its thread holds the model."""
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.engine.close)
 
     async def generate(self, request: Request) -> Response:
         """POST /generate: samples the request's prompts; aborts them if the client disconnects."""

@@ -192,28 +192,27 @@ class Copies:
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []
 
-    def lacking(self, tensors: Sequence[Tensor]) -> int:
-        """Bytes that copies of `tensors` take beyond the blocks that there are."""
-        _, sizes = _packed([tensor.nbytes for tensor in tensors])
-        return max(sum(sizes) - sum(map(len, self.blocks)), 0)
+    def lacking(self, sizes: Sequence[int]) -> int:
+        """Bytes that copies of tensors of these sizes take beyond the blocks that there are."""
+        return max(sum(_packed(sizes)[1]) - sum(map(len, self.blocks)), 0)
 
-    def allocate(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Allocate the blocks for copies of `tensors`, unless they are there; for each tensor its block and place.
+    def allocate(self, sizes: Sequence[int], page_locked: bool) -> list[tuple[int, int]]:
+        """Allocate the blocks for copies of tensors of these sizes, unless they are there; of each its block and place.
 
         Raises RuntimeError or MemoryError if the host has no room.
         """
-        places, sizes = _packed([tensor.nbytes for tensor in tensors])
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        if list(map(len, self.blocks)) != sizes:
+        places, blocks = _packed(sizes)
+        if list(map(len, self.blocks)) != blocks:
             self.blocks = []  # freed before others are allocated
-            self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+            self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=page_locked) for size in blocks]
         return places
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of `tensors`, which may change when this returns. They are valid until the next call."""
-        places = self.allocate(tensors)
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        places = self.allocate([tensor.nbytes for tensor in tensors], on_gpu)
         copies = [self._copy(tensor, *place) for tensor, place in zip(tensors, places, strict=True)]
-        if any(tensor.is_cuda for tensor in tensors):
+        if on_gpu:
             torch.cuda.synchronize()
         return copies
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
+
+from torch import Tensor
 
 from areal_tasks.engines.trainer.checkpoint import Saving
 from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed
@@ -51,11 +53,11 @@ class CheckpointWriter:
             return
         room = host_room()
         with self.group.together(partial(TemporaryDirectory, prefix="areal-plan-")) as folder:
-            saving = plan(Path(folder))
+            needs = _needs(plan(Path(folder)).tensors)
 
-        def allocate() -> None:
+        def allocate() -> None:  # without the tensors, of which the trainer may load others meanwhile
             started = time.perf_counter()
-            why = self._allocate(saving, room)
+            why = self._allocate(*needs, room)
             log.info("memory for checkpoints: %s", why or f"allocated in {time.perf_counter() - started:.3f} s")
 
         self._allocated = in_background(allocate, "checkpoint-memory")
@@ -107,6 +109,8 @@ class CheckpointWriter:
                 )
         except Exception:
             self.prefix = ""
+            wait([written])  # another rank has failed: this one may still write
+            self._clean()
             raise
         if found is None:
             return None
@@ -133,18 +137,18 @@ class CheckpointWriter:
 
     def _hold(self, saving: Saving, room: int) -> None:
         """Copy what `saving` writes, if there is memory for it."""
-        if why := self._allocate(saving, room):
+        if why := self._allocate(*_needs(saving.tensors), room):
             log.warning("the trainer waits while its checkpoint is written: %s", why)
         else:
             saving.hold(self.copies)
 
-    def _allocate(self, saving: Saving, room: int) -> str:
-        """Allocate memory for the copies of what `saving` writes; otherwise say why there is none."""
-        asked = self.copies.lacking(saving.tensors) * self.group.ranks_here
+    def _allocate(self, sizes: Sequence[int], page_locked: bool, room: int) -> str:
+        """Allocate memory for copies of tensors of these sizes; otherwise say why there is none."""
+        asked = self.copies.lacking(sizes) * self.group.ranks_here
         if asked > ROOM * room:
             return f"copies would take {asked >> 20} MiB of host memory, and {room >> 20} are free"
         try:
-            self.copies.allocate(saving.tensors)
+            self.copies.allocate(sizes, page_locked)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
@@ -163,6 +167,11 @@ class CheckpointWriter:
         self.store.put_file(f"{prefix}/{name}", file)
         if self._temporary is not None:
             file.unlink()
+
+
+def _needs(tensors: Sequence[Tensor]) -> tuple[list[int], bool]:
+    """The bytes of each of these tensors, and whether copies of them are to be page-locked."""
+    return [tensor.nbytes for tensor in tensors], any(tensor.is_cuda for tensor in tensors)
 
 
 @contextmanager
