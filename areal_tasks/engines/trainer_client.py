@@ -8,12 +8,13 @@ from typing import Final, TypeVar
 import httpx
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.trainer.commands import Command, Health, Message
+from areal_tasks.engines.trainer.commands import Command, Health
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
+from schemas.record import Record
 
-Answer = TypeVar("Answer", bound=Message)
+Answer = TypeVar("Answer", bound=Record)
 HEALTH_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
 
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from areal_tasks.launchers.gpus import gpu_usage
+from schemas.record import Record
 
 
-class Usage(BaseModel):
+class Usage(Record):
     """A measurement. None: unknown, such as the CPU time of a service that is a thread."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str
     cores: int = Field(description="of the machine")
