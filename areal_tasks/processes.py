@@ -25,6 +25,14 @@ def alive(process: psutil.Process | int) -> bool:
     return False
 
 
+def family(pid: int) -> list[psutil.Process]:
+    """The process with this id, then its descendants; none if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
 def adopt_orphans() -> None:
     """From here on, descendants whose parent has died become children of this process instead of init's."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

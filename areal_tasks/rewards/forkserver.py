@@ -30,9 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import psutil
-
-from areal_tasks.processes import adopt_orphans, die_with_parent
+from areal_tasks.processes import adopt_orphans, die_with_parent, family
 from areal_tasks.rewards.load import load_verifier
 from areal_tasks.rewards.protocol import Result, Row, Verdict, as_verdict
 from schemas.errors import UserError
@@ -278,10 +276,9 @@ def _kill(pid: int) -> None:
 
 def _kill_tree(pid: int) -> None:
     """Also kills what the worker started in a session of its own, as sandboxes do."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+    for child in family(pid)[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
     _kill_group(pid)
 
 

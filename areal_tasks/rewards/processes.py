@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import psutil
 
-from areal_tasks.processes import alive
+from areal_tasks.processes import alive, family
 from areal_tasks.rewards.protocol import Result, Row
 from schemas.errors import UserError
 
@@ -216,9 +216,7 @@ def _failure(verdict: str, detail: str, seconds: float = 0.0, last: bool = True)
 def _cpu_seconds(pid: int) -> float:
     """The CPU seconds of a process and of those that it has started."""
     total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for member in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
+    for member in family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
     return total
