@@ -28,7 +28,7 @@ REQUEST_SECONDS: Final = 30.0
 
 
 class Artifacts:
-    """Takes work for its thread with `offer`; only there may it call `create` and `update`."""
+    """Takes work for its thread with `offer`; only there may it call `create` and `show`."""
 
     def __init__(self, log: Any) -> None:
         self.log = log
@@ -37,6 +37,7 @@ class Artifacts:
         self.flow_run = UUID(found) if found else None
         self._queue: Queue[tuple[str, Callable[[], object]] | None] = Queue(WAITING)
         self._client: SyncPrefectClient | None = None
+        self._shown: dict[str, UUID] = {}  # by key
         self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name="artifacts", daemon=True)
         self._thread.start()
 
@@ -68,9 +69,12 @@ class Artifacts:
         )
         return self._connected().create_artifact(wanted).id
 
-    def update(self, artifact: UUID, data: Any) -> None:
-        """Replace an artifact's data. Raises what Prefect's client raises."""
-        self._connected().update_artifact(artifact, ArtifactUpdate(data=data))
+    def show(self, kind: str, data: Any, key: str, description: str) -> None:
+        """Create the artifact of this key, or replace its data. Raises what Prefect's client raises."""
+        if key in self._shown:
+            self._connected().update_artifact(self._shown[key], ArtifactUpdate(data=data))
+        else:
+            self._shown[key] = self.create(kind, data, key, description)
 
     def _connected(self) -> SyncPrefectClient:
         assert self._client is not None, "artifacts are made in their own thread: use `offer`"

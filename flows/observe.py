@@ -50,7 +50,6 @@ class Observer:
         self.run = run
         self.log = get_run_logger()
         self.every = 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.artifact_every
-        self.progress: UUID | None = None
         self.events = Events(run)
         self.watch: AlertMonitor | None = None
         if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual:
@@ -115,11 +114,8 @@ class Observer:
 
     def _progress(self, result: IterationResult) -> None:
         percent = 100.0 * (result.iteration + 1) / result.of
-        if self.progress is None:
-            key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.label}"
-            self.progress = self.artifacts.create("progress", percent, key, about)
-        else:
-            self.artifacts.update(self.progress, percent)
+        key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.label}"
+        self.artifacts.show("progress", percent, key, about)
 
     def _iteration(self, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         stages = in_order(result)

@@ -22,7 +22,7 @@ import httpx
 
 from areal_tasks.engines.lifeline import LIFELINE, watch_lifeline
 from areal_tasks.engines.ports import listen
-from areal_tasks.importing import importing
+from areal_tasks.garbage import importing
 from flows.home import home, last_lines
 from schemas.errors import UserError
 

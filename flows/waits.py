@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar, Final
-from uuid import UUID
 
 from areal_tasks.engines.watchdog import Waited, Watchdog
 from areal_tasks.store.backend import StoreError
@@ -41,7 +40,6 @@ class Waits(RepeatedWork):
         self._shown: list[tuple[str, str]] | None = []  # None: the last record could not be stored
         self._pause, self._due = FIRST_SECONDS, 0.0
         self._records = 0
-        self._page: UUID | None = None
 
     def __enter__(self) -> Waits:
         if self.run.owner > 1:  # an earlier start may have been killed while it waited
@@ -75,12 +73,11 @@ class Waits(RepeatedWork):
         self.artifacts.offer("what the run waits for", partial(self._write, record))
 
     def _write(self, record: WaitsRecord) -> None:
-        page = waits_page(self.run.name, record, SHOWN_SECONDS)
-        if self._page is None:
-            about = f"What {self.run.label} waits for, and since when"
-            self._page = self.artifacts.create("markdown", page, artifact_key(self.run.name, "waits"), about)
-        else:
-            self.artifacts.update(self._page, page)
+        page, about = (
+            waits_page(self.run.name, record, SHOWN_SECONDS),
+            f"What {self.run.label} waits for, and since when",
+        )
+        self.artifacts.show("markdown", page, artifact_key(self.run.name, "waits"), about)
 
 
 def _wait(found: Waited) -> Wait:

@@ -7,7 +7,8 @@ Written for Prefect 3.8.8, whose own worker
   run has been restarted, and the second report would mark the new start as crashed;
 - imports the flow, and torch with it, to run these hooks, concurrently with the new start;
 - starts each flow run through a process that resolves the flow's dependencies. Ours are installed;
-- gives a cancelled flow process 30 s before it is killed. Here it must be gone within 10 s.
+- gives a cancelled flow process 30 s before it is killed. Here it must be gone within 10 s;
+- has flow runs send a heartbeat every 180 s: `deployments/automations/lost.yaml` counts them as lost after 100 s.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 CANCEL_SECONDS: Final = 7.0
+HEARTBEAT_SECONDS: Final = 30  # the least that Prefect allows
 #: As Prefect starts flow runs whose dependencies it resolves: cancelling one ends all processes of its group, and the
 #: variables of its deployment overrule the worker's.
 STARTER: Final = partial(EngineCommandStarter, isolate_process_group=True, env_overrides_settings=True)
@@ -72,6 +74,7 @@ def main() -> None:
     process.EngineCommandStarter = STARTER  # type: ignore[attr-defined, assignment]
     process.load_flow_from_flow_run = flow_without_hooks  # type: ignore[attr-defined, assignment]
     _flow_run_executor.ProcessManager = QuickKillManager  # type: ignore[attr-defined]
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))  # flow runs inherit it
     setup_signal_handlers_worker(os.getpid(), "the worker", print)
     asyncio.run(FlowWorker(work_pool_name=POOL, name=socket.gethostname()).start())
 

@@ -18,7 +18,7 @@ _SEAL: Final = re.compile(rb'\A\{\n "seal": "([0-9a-f]{64})",\n')
 
 
 class Record(BaseModel):
-    """A JSON value of the store. Unknown keys are refused."""
+    """A JSON value of the store, or of a message between processes. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 

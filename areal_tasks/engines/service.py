@@ -12,17 +12,18 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Any, Final
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_tasks.engines.ports import HOST, listen, url_host
@@ -33,6 +34,7 @@ from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
 from schemas.recipe.recipe import Recipe
+from schemas.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +44,15 @@ KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: 
 UNAVAILABLE: Final = 75  # EX_TEMPFAIL: exit code of a service that cannot start because store or cluster do not answer
 
 
-class ModelFolder(BaseModel):
+class ModelFolder(Record):
     """The source folder of a model that is being copied into the store: sizes and modification times of its files."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str
     files: dict[str, tuple[int, int]]  # by name: bytes, and nanoseconds since the epoch
 
 
-class ServiceSpec(BaseModel):
+class ServiceSpec(Record):
     """What a service receives at its start. Contains no secret."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     restart: int
@@ -164,11 +162,26 @@ def endpoint(
     return answer
 
 
-def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.Server, socket.socket]:
-    """A server for `app` behind `token`, with its socket on a free port, registered in the store."""
-    app.add_middleware(BearerAuth, token=token)
-    listener = listen(spec.address)
-    register(spec, url_at(spec, listener.getsockname()[1]))
+#: For each request, by its name: what is called with its body, and what that is (None: it has none).
+Handlers = Mapping[str, tuple[Callable[..., Awaitable[Any]], type[BaseModel] | None]]
+
+
+def routes_of(
+    handlers: Handlers, status_of: Callable[[Exception], int], text_of: Callable[[Exception], str] = str
+) -> list[Route]:
+    """A route for each request: by POST, or GET if it has no body. Errors are answered as by `endpoint`."""
+
+    def route(name: str, handle: Callable[..., Awaitable[Any]], body: type[BaseModel] | None) -> Route:
+        async def parsed(request: Request) -> Any:
+            return await (handle() if body is None else handle(body.model_validate_json(await request.body())))
+
+        return Route(f"/{name}", endpoint(parsed, status_of, text_of), methods=["POST"] if body else ["GET", "POST"])
+
+    return [route(name, *one) for name, one in handlers.items()]
+
+
+def uvicorn_server(app: Starlette, tls: str, **more: Any) -> uvicorn.Server:
+    """A server for `app` that shows the certificate in the folder `tls`, if any; `more`: settings of uvicorn."""
     config = uvicorn.Config(
         app,
         log_config=None,  # uvicorn's would first flush all handlers: 5 s for Prefect's, which needs the same lock
@@ -176,10 +189,19 @@ def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
-        ssl_keyfile=f"{spec.tls}/{KEY}" if spec.tls else None,
-        ssl_certfile=f"{spec.tls}/{CERTIFICATE}" if spec.tls else None,
+        ssl_keyfile=f"{tls}/{KEY}" if tls else None,
+        ssl_certfile=f"{tls}/{CERTIFICATE}" if tls else None,
+        **more,
     )
-    return uvicorn.Server(config), listener
+    return uvicorn.Server(config)
+
+
+def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.Server, socket.socket]:
+    """A server for `app` behind `token`, with its socket on a free port, registered in the store."""
+    app.add_middleware(BearerAuth, token=token)
+    listener = listen(spec.address)
+    register(spec, url_at(spec, listener.getsockname()[1]))
+    return uvicorn_server(app, spec.tls), listener
 
 
 def serve(app: Starlette, spec: ServiceSpec) -> None:

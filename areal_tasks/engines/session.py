@@ -123,18 +123,17 @@ class Engines:
 
     def _placement(self, recipe: Recipe) -> Placement:
         """The GPUs of this machine that the recipe's services use."""
-        serverless = bool(self.servers.external) or not self.servers.generates
-        return place_recipe(recipe, visible_gpus() if on_this_machine(recipe.launcher) else (), serverless)
+        gpus = visible_gpus() if on_this_machine(recipe.launcher) else ()
+        return place_recipe(recipe, gpus, not self.servers.names)
 
     def begin(self) -> None:
         """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
         servers = self.servers
-        serverless = bool(servers.external) or not servers.generates  # this run assigns no GPU to servers
         placement = servers.placement = self._placement(self.recipe)
-        if assigned(placement) or serverless:  # else the recipe says that there are none
+        if assigned(placement) or not servers.names:  # else the recipe says that there are none
             self._log_placement(placement)
         if servers.generates:
-            servers.transport = choose_transport(self.recipe, placement, serverless)
+            servers.transport = choose_transport(self.recipe, placement, bool(servers.external))
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
         self._start_early()

@@ -10,13 +10,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
+from schemas.record import Record
 
 
-class SharedServer(BaseModel):
+class SharedServer(Record):
     """A server: its address and start number, the version it is known to hold, and whether it may generate now."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
     start: int
@@ -24,13 +22,11 @@ class SharedServer(BaseModel):
     may_generate: bool
 
 
-class Serving(BaseModel):
+class Serving(Record):
     """The servers of a run. `versions_unknown`: answers to requests in flight must be discarded.
 
     `requests`: at most so many in flight on each.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     servers: tuple[SharedServer, ...]
     versions_unknown: bool

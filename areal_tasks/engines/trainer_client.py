@@ -8,12 +8,14 @@ from typing import Final, TypeVar
 import httpx
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.trainer.commands import Command, Health, Message
+from areal_tasks.engines.server import reason_of
+from areal_tasks.engines.trainer.commands import Command, Health
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
+from schemas.record import Record
 
-Answer = TypeVar("Answer", bound=Message)
+Answer = TypeVar("Answer", bound=Record)
 HEALTH_SECONDS: Final = 5.0  # /health is answered immediately, whatever the trainer is doing
 
 
@@ -92,7 +94,7 @@ class TrainerClient:
 
     def _error(self, path: str, answer: httpx.Response) -> Exception:
         """The exception for a status of 400 or more (see `STATUSES` of the trainer's `process`)."""
-        reason = _reason(answer)
+        reason = reason_of(answer.content)
         if answer.status_code == 503:
             return Unavailable(reason)
         if answer.is_server_error:
@@ -102,11 +104,3 @@ class TrainerClient:
         if answer.status_code == 409:
             return TrainerDown(f"{path} does not fit the trainer's state: {reason}")
         return UserError(f"the trainer refused {path}: {reason}")
-
-
-def _reason(answer: httpx.Response) -> str:
-    """The trainer's error message; the status and the body if another program answered."""
-    try:
-        return str(answer.json()["error"])
-    except (ValueError, LookupError, TypeError):
-        return f"{answer.status_code} {answer.text}"

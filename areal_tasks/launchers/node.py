@@ -23,18 +23,15 @@ from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from platform import python_version
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from areal_tasks.engines.ports import listen, url_host
-from areal_tasks.engines.service import ServiceSpec, as_service, exit_at_sigterm
-from areal_tasks.engines.tls import AUTHORITY, CERTIFICATE, KEY, Identity
+from areal_tasks.engines.service import Handlers, ServiceSpec, as_service, exit_at_sigterm, routes_of, uvicorn_server
+from areal_tasks.engines.tls import AUTHORITY, Identity
 from areal_tasks.launchers.cluster import PREEMPTED
 from areal_tasks.launchers.gpus import visible_gpus
 from areal_tasks.launchers.local import LocalHandle, LocalLauncher
@@ -45,6 +42,7 @@ from areal_tasks.store.paths import node as node_path
 from areal_tasks.store.service_logs import rotate
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
+from schemas.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +54,7 @@ JOB: Final = "AREAL_NODE_JOB"
 PACKAGES: Final = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "pydantic", "sglang", "deepspeed")
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
-
-
-class NodeJob(Message):
+class NodeJob(Record):
     """What the cluster system passes to an agent at its start. Contains no secret."""
 
     module: str
@@ -71,29 +65,31 @@ class NodeJob(Message):
     lease_seconds: float
 
 
-class Start(Message):
+class Start(Record):
     """/start: start the service, unless it has been started."""
 
     token: str = Field(repr=False)
     certificate: str = Field(description="for the agent's key, by the flow's authority")
 
 
-class Poll(Message):
+class Poll(Record):
     """/poll: renew the lease. Answered when the service ends or logs something, else after `seconds`."""
 
     seconds: float
     log_from: int = Field(description="the position in the service's log from which it is returned")
 
 
-class State(Message):
+class State(Record):
     """Answer to /poll: the next part of the log, and after the last part the exit code of a service that has ended."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     exit_code: int | None
     log: bytes
     usage: Usage | None = Field(description="the service's use of CPU, memory and GPUs, while it runs")
 
 
-class Stop(Message):
+class Stop(Record):
     """/stop: end the service, and then the agent."""
 
     grace_seconds: float
@@ -221,26 +217,12 @@ class Agent:
 
     def app(self) -> Starlette:
         """The HTTP API: /start, /poll and /stop."""
-
-        async def start(request: Request) -> Response:
-            return await _in_thread(self.start, Start.model_validate_json(await request.body()))
-
-        async def poll(request: Request) -> Response:
-            return _answer(await self.poll(Poll.model_validate_json(await request.body())))
-
-        async def stop(request: Request) -> Response:
-            return await _in_thread(self.stop, Stop.model_validate_json(await request.body()))
-
-        return Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (start, poll, stop)])
-
-
-async def _in_thread(work: Any, order: BaseModel) -> Response:
-    await asyncio.to_thread(work, order)
-    return Response(status_code=204)
-
-
-def _answer(message: BaseModel) -> Response:
-    return Response(message.model_dump_json(), media_type="application/json")
+        handlers: Handlers = {
+            "start": (lambda order: asyncio.to_thread(self.start, order), Start),
+            "poll": (self.poll, Poll),
+            "stop": (lambda order: asyncio.to_thread(self.stop, order), Stop),
+        }
+        return Starlette(routes=routes_of(handlers, lambda error: 500))
 
 
 def address_in(network: str) -> str:
@@ -266,17 +248,8 @@ def address_in(network: str) -> str:
 def serve(agent: Agent, certificate: str, listener: socket.socket) -> uvicorn.Server:
     """The agent's server, in a thread. It answers only clients with a certificate of the flow's authority."""
     agent.identity.write(folder := agent.folder / "agent", certificate, agent.job.authority)
-    config = uvicorn.Config(
-        agent.app(),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        ssl_keyfile=str(folder / KEY),
-        ssl_certfile=str(folder / CERTIFICATE),
-        ssl_ca_certs=str(folder / AUTHORITY),
-        ssl_cert_reqs=ssl.CERT_REQUIRED,
-    )
-    server = uvicorn.Server(config)
+    only = {"ssl_ca_certs": str(folder / AUTHORITY), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    server = uvicorn_server(agent.app(), str(folder), **only)
     threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="agent", daemon=True).start()
     return server
 

@@ -25,7 +25,7 @@ from areal_tasks.store.backend import Missing, Store, Unavailable
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.parallel import in_background, parallel
 from areal_tasks.store.paths import service as service_path
-from areal_tasks.store.service_logs import KEPT_BYTES
+from areal_tasks.store.service_logs import KEPT_BYTES, LogName
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord, WeightsRef
 from schemas.recipe.launcher import Launcher as LauncherSettings
@@ -368,7 +368,7 @@ class Supervisor:
             service.stopped = in_background(stop, f"stop-{service.spec.name}")
 
     def _log(self, spec: ServiceSpec) -> Path:
-        return self.logs / spec.run / f"{spec.name}-{spec.owner}-{spec.restart}.log"
+        return self.logs / spec.run / LogName(spec.name, spec.owner, spec.restart).file
 
     def _tail(self, service: Service) -> str:
         """The log's last lines, followed by advice if the log shows the kind of failure."""

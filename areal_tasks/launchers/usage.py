@@ -6,19 +6,19 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from areal_tasks.launchers.gpus import gpu_usage
+from areal_tasks.processes import family
+from schemas.record import Record
 
 
-class Usage(BaseModel):
+class Usage(Record):
     """A measurement. None: unknown, such as the CPU time of a service that is a thread."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str
     cores: int = Field(description="of the machine")
@@ -36,17 +36,11 @@ def machine() -> Usage:
 
 def measure(pid: int, gpus: Sequence[str] = (), descendants: bool = True) -> Usage:
     """The usage of a process, alone or with its `descendants`, and of its GPUs."""
-    taken = [found for process in _processes(pid, descendants) if (found := _taken(process)) is not None]
+    processes = family(pid) if descendants else [psutil.Process(pid)]
+    taken = [found for process in processes if (found := _taken(process)) is not None]
     gpu, gpu_memory = gpu_usage(gpus) or (None, None)
     counted = {"cpu_seconds": sum(one[0] for one in taken), "memory": sum(one[1] for one in taken)} if taken else {}
     return machine().model_copy(update={**counted, "gpu": gpu, "gpu_memory": gpu_memory})
-
-
-def _processes(pid: int, descendants: bool) -> Iterator[psutil.Process]:
-    with suppress(psutil.Error):
-        yield (process := psutil.Process(pid))
-        if descendants:
-            yield from process.children(recursive=True)
 
 
 def _taken(process: psutil.Process) -> tuple[float, int] | None:

@@ -17,7 +17,6 @@ and waits to be killed, so that later samples are not affected.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -31,8 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import psutil
-
+from areal_tasks.processes import adopt_orphans, die_with_parent, family
 from areal_tasks.rewards.load import load_verifier
 from areal_tasks.rewards.protocol import Result, Row, Verdict, as_verdict
 from schemas.errors import UserError
@@ -40,9 +38,6 @@ from schemas.errors import UserError
 #: Characters of `parsed` and `detail` that are kept.
 MAX_TEXT: Final = 500
 WATCHDOG_GRACE_SECONDS: Final = 1.0
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_CHILD_SUBREAPER: Final = 36
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: int) -> None:
@@ -219,8 +214,8 @@ class _Server:
         status = 1
         try:
             os.setpgid(0, 0)
-            _die_with(parent)
-            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a daemon that a verifier leaves is its child again
+            die_with_parent(parent)
+            adopt_orphans()  # a daemon that a verifier leaves is its child again
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in filter(None, (self.control, self.wakeup, *self.workers.values())):
@@ -259,20 +254,13 @@ def _start_watchdog(control: socket.socket) -> int:
     pid = os.fork()
     if pid:
         return pid
-    _die_with(group)
+    die_with_parent(group)
     hangup = select.poll()
     hangup.register(control, 0)  # POLLHUP is always reported
     hangup.poll()
     time.sleep(WATCHDOG_GRACE_SECONDS)
     os.killpg(group, signal.SIGKILL)
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends; exits now if the parent has ended already."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _tell(end: socket.socket, what: str | int) -> None:
@@ -288,10 +276,9 @@ def _kill(pid: int) -> None:
 
 def _kill_tree(pid: int) -> None:
     """Also kills what the worker started in a session of its own, as sandboxes do."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+    for child in family(pid)[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
     _kill_group(pid)
 
 

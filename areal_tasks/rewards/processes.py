@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import psutil
 
+from areal_tasks.processes import alive, family
 from areal_tasks.rewards.protocol import Result, Row
 from schemas.errors import UserError
 
@@ -149,7 +150,7 @@ class Worker:
         while left_cpu >= 0 and left_wall >= 0:
             # Checks are rare while much time is left: each reads all processes. Threads may use up CPU seconds faster.
             line = self._line(max(_CHECK_SECONDS, min(left_cpu / 4, left_wall)))
-            if line is None and not _runs(self._pid):
+            if line is None and not alive(self._pid):
                 line = self._reply()
             seconds = time.monotonic() - began
             if line is not None:
@@ -212,18 +213,10 @@ def _failure(verdict: str, detail: str, seconds: float = 0.0, last: bool = True)
     return Result(0.0, verdict, "", detail, seconds, 0.0, last)
 
 
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def _cpu_seconds(pid: int) -> float:
     """The CPU seconds of a process and of those that it has started."""
     total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for member in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
+    for member in family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(member.cpu_times()[:4])  # user, system, and both of children that have ended
     return total

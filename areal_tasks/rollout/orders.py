@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.store.backend import StoreError, Unavailable
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord, TableRef, WeightsRef
+from schemas.record import Record
 
 Cause = Literal["workflow", "mistake", "servers", "verifiers"]
 
@@ -23,13 +24,7 @@ class LeaseOver(Exception):
 STATUSES: Final = ((LeaseOver, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
 
 
-class Message(BaseModel):
-    """A JSON message between processes of this program."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
-
-
-class Begin(Message):
+class Begin(Record):
     """The first order: generate groups with these settings, and forget earlier groups."""
 
     recipe: dict[str, Any]
@@ -47,7 +42,7 @@ class Begin(Message):
     serving: Serving
 
 
-class Lease(Message):
+class Lease(Record):
     """A group to generate on servers that hold version `floor`, or a later one. No two leases have the same number.
 
     A `suspect` may crash the worker, which therefore first writes the finished groups that it holds to the store.
@@ -59,14 +54,14 @@ class Lease(Message):
     suspect: bool = False
 
 
-class Orders(Message):
+class Orders(Record):
     """Leases to begin, and leases that are over, whatever the state of their groups."""
 
     begin: tuple[Lease, ...] = ()
     forget: tuple[int, ...] = ()
 
 
-class OfGroup(Message):
+class OfGroup(Record):
     """An event of the group `index`, under the lease `number`."""
 
     number: int
@@ -103,7 +98,7 @@ class Failed(OfGroup):
     cause: Cause
 
 
-class Spooled(Message):
+class Spooled(Record):
     """The groups of these leases are in the store, and no longer in the worker's memory."""
 
     kind: Literal["spooled"] = "spooled"
@@ -111,20 +106,20 @@ class Spooled(Message):
     record: SpoolRecord
 
 
-class Broken(Message):
+class Broken(Record):
     """Finished groups cannot be written."""
 
     kind: Literal["broken"] = "broken"
     reason: str
 
 
-class Leaving(Message):
+class Leaving(Record):
     """The worker's memory exceeds `rollout.worker_memory_mb`: it takes no further groups, and ends after these."""
 
     kind: Literal["leaving"] = "leaving"
 
 
-class Down(Message):
+class Down(Record):
     """An inference server has failed."""
 
     kind: Literal["down"] = "down"
@@ -137,19 +132,19 @@ Event = Annotated[
 ]
 
 
-class Known(Message):
+class Known(Record):
     """A request for news; `known`: how many events the flow has received."""
 
     known: int
 
 
-class News(Message):
+class News(Record):
     """The events after the last one that the flow has received."""
 
     events: tuple[Event, ...]
 
 
-class Part(Message):
+class Part(Record):
     """Groups that an iteration takes, to be written in order: from leases, and from records of the spool."""
 
     prefix: str
@@ -159,7 +154,7 @@ class Part(Message):
     records: tuple[SpoolRecord, ...] = Field((), description="that hold the rows of `groups`; each names these alone")
 
 
-class Written(Message):
+class Written(Record):
     """A part's tables, and their counts."""
 
     tables: dict[str, TableRef]

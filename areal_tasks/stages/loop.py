@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from areal_tasks.engines.session import Engines
+from areal_tasks.garbage import rare_collections
 from areal_tasks.stages.build import Built, PrefectIds, carried, find_built
 from areal_tasks.stages.changing import Changes
 from areal_tasks.stages.checkpoint import Checkpoints, restored_weights
-from areal_tasks.stages.garbage import rare_collections
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
 from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly

@@ -13,8 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final
 
-import psutil
-
+from areal_tasks.processes import alive
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists
 from areal_tasks.store.commit import read_record
@@ -57,7 +56,4 @@ def is_current(record: WaitsRecord, time: datetime) -> bool:
 
 def may_run(record: WaitsRecord | OwnerRecord) -> bool:
     """Whether the process that wrote the record runs, as far as this machine knows: of another one's, nothing."""
-    try:
-        return record.host != socket.gethostname() or psutil.Process(record.pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return record.host != socket.gethostname() or alive(record.pid)

@@ -13,7 +13,7 @@ set -m # without job control the worker would ignore SIGINT, with which Prefect 
 
 ray start --block --address="$RAY_ADDRESS" --num-cpus=0 --num-gpus=0 "$@" &
 ray=$!
-PREFECT_FLOWS_HEARTBEAT_FREQUENCY=${PREFECT_FLOWS_HEARTBEAT_FREQUENCY:-30} python -P -m flows.worker &
+python -P -m flows.worker &
 worker=$!
 trap 'kill -TERM "$worker"' TERM INT
 code=0

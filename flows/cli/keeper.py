@@ -27,8 +27,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from areal_tasks.processes import alive
 from flows.cli.automations import RECOVERY, ask, find
-from flows.cli.processes import POOL, alive, end, flow_processes, parts, python, spawn
+from flows.cli.processes import POOL, end, flow_processes, parts, python, spawn
 from flows.home import home
 
 log = logging.getLogger("keeper")

@@ -16,6 +16,7 @@ from typing import Final
 import httpx
 import psutil
 
+from areal_tasks.processes import alive
 from areal_tasks.store.backend import store_url
 from flows.home import home
 from schemas.errors import UserError
@@ -51,13 +52,6 @@ def _marked() -> Iterator[tuple[psutil.Process, dict[str, str]]]:
             values = process.environ()
             if values.get("AREALFLOW_HOME") == str(home()) and alive(process):
                 yield process, values
-
-
-def alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended yet; another one of the same id does not count."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def end(processes: Collection[psutil.Process], grace_seconds: float = 15.0) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, cast
 import httpx
 import typer
 
-from areal_tasks.importing import importing
+from areal_tasks.garbage import importing
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
 from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_first_start, check_forkable, parent_values

@@ -102,7 +102,7 @@ class Pages(list[Callable[[], object]]):
     def offer(self, what: str, make: Callable[[], object]) -> None:
         self.append(make)
 
-    def create(self, kind: str, page: str, *_: str) -> None:
+    def show(self, kind: str, page: str, *_: str) -> None:
         self.made = page
 
     def last(self) -> str:

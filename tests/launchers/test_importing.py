@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_tasks.importing import importing
+from areal_tasks.garbage import importing
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_tasks.stages.garbage import rare_collections
+from areal_tasks.garbage import rare_collections
 
 
 def collections_while_reading_answers() -> int:

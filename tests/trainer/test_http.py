@@ -27,7 +27,6 @@ from areal_tasks.engines.trainer.commands import (
     Finished,
     Health,
     Load,
-    Message,
     Publish,
     Train,
     Trained,
@@ -35,6 +34,7 @@ from areal_tasks.engines.trainer.commands import (
 )
 from areal_tasks.store.paths import service
 from schemas.manifest import ServiceRecord, WeightsRef
+from schemas.record import Record
 
 LENGTHS = [9, 4, 13, 6, 11, 3, 8, 5, 10, 7, 12, 5]
 SECRET = "a-token"
@@ -60,7 +60,7 @@ class Service:
         url = ServiceRecord.parse(world.store.read(path)).url
         self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {SECRET}"}, timeout=LIMIT)
 
-    def post(self, name: str, body: Message) -> httpx.Response:
+    def post(self, name: str, body: Record) -> httpx.Response:
         return self.http.post(f"/{name}", content=body.model_dump_json())
 
     def end(self) -> None:
@@ -89,7 +89,7 @@ def _train(world: World, version: int) -> Train:
     return world.train_command(version, {"rollout": table, "advantage": advantage(table, seed=version)})
 
 
-def _good(kind: type[Message], answer: httpx.Response) -> Any:
+def _good(kind: type[Record], answer: httpx.Response) -> Any:
     assert answer.status_code == 200, answer.text
     return kind.model_validate_json(answer.content)
 

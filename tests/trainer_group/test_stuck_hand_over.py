@@ -17,9 +17,10 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.ports import HOST
 from areal_tasks.engines.trainer import ranks, transport
-from areal_tasks.engines.trainer.commands import Load, Message, Receiver, Send
+from areal_tasks.engines.trainer.commands import Load, Receiver, Send
 from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.engines.trainer.transport import Unanswered, WeightTransferRejected
+from schemas.record import Record
 
 SERVER = "http://server"
 
@@ -62,7 +63,7 @@ def sent(world: World) -> httpx.Response:
     """The trainer's answer to a first hand-over."""
     receivers = (Receiver(url=SERVER),)
     send = Send(owner=1, version=0, transport="nccl", receivers=receivers, token="t")
-    commands: dict[str, Message] = {"/load": Load(owner=1, version=0, weights=world.initial), "/send": send}
+    commands: dict[str, Record] = {"/load": Load(owner=1, version=0, weights=world.initial), "/send": send}
 
     async def ask() -> httpx.Response:
         door = httpx.ASGITransport(app=make_app(world.spec()))

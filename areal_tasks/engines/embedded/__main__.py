@@ -1,7 +1,7 @@
 """`python -m areal_tasks.engines.embedded`: the inference server, which ends with its supervisor, also at startup."""
 
 from areal_tasks.engines.lifeline import watch_lifeline
-from areal_tasks.importing import importing
+from areal_tasks.garbage import importing
 
 if __name__ == "__main__":
     watch_lifeline()

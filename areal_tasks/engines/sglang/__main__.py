@@ -35,9 +35,9 @@ from areal_tasks.engines.service import (
 )
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment, server_index
-from areal_tasks.engines.sglang.descendants import adopt_orphans, end_descendants
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
+from areal_tasks.processes import adopt_orphans, end_descendants
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError

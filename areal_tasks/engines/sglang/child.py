@@ -19,7 +19,7 @@ GUARD = "AREAL_GUARD_PID"
 
 def main() -> None:
     """Start SGLang's server with the flags of the command line, behind the token of the environment."""
-    from areal_tasks.engines.sglang.descendants import die_with_parent
+    from areal_tasks.processes import die_with_parent
 
     if GUARD in os.environ:
         die_with_parent(int(os.environ.pop(GUARD)))

@@ -4,7 +4,7 @@ import os
 from typing import Final
 
 from areal_tasks.engines.lifeline import watch_lifeline
-from areal_tasks.importing import importing
+from areal_tasks.garbage import importing
 
 #: How torch page-locks host memory: by eight threads, where CUDA alone takes up to six times as long and holds up the
 #: GPU's other work meanwhile (benchmarks/results/gpu-asynchrony.md). The user's own settings of torch's allocators win.

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from schemas.manifest import FileRef, TableRef, WeightsRef
+from schemas.record import Record
 
 
-class Message(BaseModel):
-    """A command or an answer. Unknown keys are refused; non-finite numbers are strings in JSON."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
-
-
-class Command(Message):
+class Command(Record):
     """Fields of every command: `owner`, the number of the flow start, and the policy version it expects."""
 
     owner: int = Field(ge=0)
@@ -84,7 +79,7 @@ class Keep(Command):
     """Copy the weights of that version, for /publish and /send while training continues."""
 
 
-class Done(Message):
+class Done(Record):
     """Answer to /load, /keep and /checkpoint."""
 
 
@@ -94,7 +89,7 @@ class Compare(Command):
     weights: WeightsRef
 
 
-class Receiver(Message):
+class Receiver(Record):
     """An inference server that receives weights: its address and how many GPUs hold its model."""
 
     url: str
@@ -116,13 +111,13 @@ class Send(Command):
         return self.model_dump_json(exclude={"token"})
 
 
-class Sent(Message):
+class Sent(Record):
     """Answer to /send: `gone` maps the address of each failed server to the reason. All others hold the weights."""
 
     gone: dict[str, str] = Field(default_factory=dict)
 
 
-class Trained(Message):
+class Trained(Record):
     """Answer to /train: the new version, the tables written and their summary."""
 
     version: int
@@ -130,31 +125,31 @@ class Trained(Message):
     metrics: dict[str, float]
 
 
-class Tables(Message):
+class Tables(Record):
     """Answer to /logprobs."""
 
     tables: dict[str, TableRef]
 
 
-class Written(Message):
+class Written(Record):
     """Answer to /publish."""
 
     files: tuple[FileRef, ...]
 
 
-class Finished(Message):
+class Finished(Record):
     """Answer to /finish: the files of the checkpoint; none while they are being written."""
 
     files: tuple[FileRef, ...] | None
 
 
-class Compared(Message):
+class Compared(Record):
     """Answer to /compare: the largest difference of a weight; 0 if all weights are bitwise identical."""
 
     difference: float
 
 
-class Health(Message):
+class Health(Record):
     """Answer to /health. `version` is none before the first /load and after a failed step. `kept`: see /keep.
 
     The running command, or the last one, has processed `done` of `of` samples. `stored` counts the store's answers;

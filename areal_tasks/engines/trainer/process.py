@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from threading import Thread
@@ -21,11 +20,9 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, register, serve, status_in
-from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health, Message
+from areal_tasks.engines.service import ServiceSpec, as_service, read_spec, register, routes_of, serve, status_in
+from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, join
@@ -33,6 +30,7 @@ from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.settings import read_settings
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
+from schemas.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -82,18 +80,11 @@ def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
     """The application of the trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
     queue = _CommandQueue(Trainer(spec, group))
 
-    async def health(_request: Request) -> Health:
+    async def health() -> Health:
         return queue.trainer.health(queue.waiting > 0)
 
-    def handler_of(kind: type[Command]) -> Callable[[Request], Awaitable[Message]]:
-        async def handle(request: Request) -> Message:
-            return await queue.run(kind.model_validate_json(await request.body()))
-
-        return handle
-
-    handlers = {name: (handler_of(kind), ["POST"]) for name, kind in COMMANDS.items()} | {"health": (health, ["GET"])}
-    routes = [Route(f"/{name}", endpoint(one, _status, _text), methods=how) for name, (one, how) in handlers.items()]
-    return Starlette(routes=routes)
+    commands = {name: (queue.run, kind) for name, kind in COMMANDS.items()}
+    return Starlette(routes=routes_of({"health": (health, None), **commands}, _status, _text))
 
 
 class _CommandQueue:
@@ -117,7 +108,7 @@ class _CommandQueue:
         """The group's future of that name in the event loop; one for all commands, since each is kept by the group."""
         return asyncio.wrap_future(self.group.broken)
 
-    async def run(self, command: Command) -> Message:
+    async def run(self, command: Command) -> Record:
         """The answer to `command`. Raises Superseded at once for a superseded owner, even if other commands wait."""
         self.gate.admit(command.owner)
         self.waiting += 1
@@ -133,7 +124,7 @@ class _CommandQueue:
         finally:
             self.waiting -= 1
 
-    def _run_on_all_ranks(self, command: Command) -> Message:
+    def _run_on_all_ranks(self, command: Command) -> Record:
         self.gate.admit(command.owner)  # again: refuses a queued command of an owner that was superseded meanwhile
         text = f"{command.name} {command.for_ranks()}"
         try:
@@ -144,7 +135,7 @@ class _CommandQueue:
         finally:
             self.trainer.clear()  # all ranks have ended the command by now
 
-    def _run_on_rank_0(self, command: Command) -> Message:
+    def _run_on_rank_0(self, command: Command) -> Record:
         """Run a command on this rank only: its copy of the weights is complete and locked meanwhile."""
         self.gate.admit(command.owner)
         with self.trainer.snapshot.lock:

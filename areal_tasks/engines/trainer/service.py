@@ -33,7 +33,6 @@ from areal_tasks.engines.trainer.commands import (
     Keep,
     Load,
     Logprobs,
-    Message,
     Publish,
     Send,
     Sent,
@@ -64,6 +63,7 @@ from areal_tasks.store.objects.files import common_folder, materialise, read_wei
 from areal_tasks.store.shards import write_table
 from schemas.errors import UserError, listed
 from schemas.manifest import TableRef, WeightsRef
+from schemas.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +118,11 @@ class Trainer:
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
         self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
 
-    def run(self, command: Command) -> Message:
+    def run(self, command: Command) -> Record:
         """Run the command, by the method of its name, unless a later owner has superseded the command's."""
         self.fence.admit(command.owner)
         with names_memory_knobs():
-            answer: Message = getattr(self, command.name)(command)
+            answer: Record = getattr(self, command.name)(command)
             return answer
 
     def load(self, command: Load) -> Done:

@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,13 @@ from typing import Any, Final, cast
 import psutil
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.routing import Route
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Detokenizer, Ends
 from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.models import describing_files, load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, serve, status_in
+from areal_tasks.engines.service import ServiceSpec, as_service, read_spec, routes_of, serve, status_in
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
@@ -97,21 +95,8 @@ def make_app(spec: ServiceSpec) -> Starlette:
             DUTIES.remove(duty)
             await worker.close()
 
-    status_of = partial(status_in, STATUSES)
-    routes = [
-        Route(f"/{name}", endpoint(_handler(getattr(worker, name), body), status_of), methods=["POST"])
-        for name, body in REQUESTS.items()
-    ]
-    return Starlette(routes=routes, lifespan=lifespan)
-
-
-def _handler(
-    method: Callable[..., Awaitable[Any]], body: type[BaseModel] | None
-) -> Callable[[Request], Awaitable[Any]]:
-    async def handle(request: Request) -> Any:
-        return await (method() if body is None else method(body.model_validate_json(await request.body())))
-
-    return handle
+    handlers = {name: (getattr(worker, name), body) for name, body in REQUESTS.items()}
+    return Starlette(routes=routes_of(handlers, partial(status_in, STATUSES)), lifespan=lifespan)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A process and all its descendants, even those that have left its session or lost their parent (Linux)."""
+"""Processes of this machine: whether one runs, and the ends of parents and descendants (Linux)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,30 @@ import ctypes
 import os
 import signal
 import time
+from typing import Final
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+POLL_SECONDS: Final = 0.05
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def alive(process: psutil.Process | int) -> bool:
+    """Whether a process, or the one with this id, has not ended; another one of a process's id does not count."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process with this id, then its descendants; none if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def adopt_orphans() -> None:
@@ -28,7 +46,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_descendants(seconds: float = 20.0) -> None:
-    """Kill every descendant of this process, repeatedly until none is left, or for `seconds`."""
+    """Kill every descendant of this process, repeatedly until none is left, or for `seconds`.
+
+    Also those that have left its session, or lost their parent after `adopt_orphans`.
+    """
     deadline = time.monotonic() + seconds
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
@@ -48,6 +69,5 @@ def _reap() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
+    if _LIBC.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option})")

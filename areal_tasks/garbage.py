@@ -1,4 +1,4 @@
-"""Python's garbage collector during a run's iterations."""
+"""Python's garbage collector: off during imports, rare during iterations. Imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ from typing import Final
 
 #: More than the number of objects in all answers in flight: each sample has lists with an element per token.
 YOUNG_OBJECTS: Final = 50_000
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """While inside, the garbage collector is off: modules consist of a million objects that are never freed.
+
+    The collector would traverse all of them repeatedly: importing a flow takes 5.1 CPU seconds with it and 4.0
+    without (torch 2.13, transformers 5.23, Prefect 3.8). Objects that exist on leaving stay exempt (`gc.freeze`).
+    """
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if on:
+            gc.enable()
 
 
 @contextmanager
