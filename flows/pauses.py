@@ -1,6 +1,7 @@
 """A paused flow run begins no stage until it is resumed; its services keep running and keep their memory.
 
-No groups begin ahead of the running stage either, also while a suspended or cancelled flow run has yet to end.
+No groups begin ahead of the running stage either, also while a suspended or cancelled flow run has yet to end. A worker
+ends a cancelled one; without a worker it ends itself.
 
 Prefect's engine honours suspensions but not pauses: it sets the states of task runs in this process, where no server
 can refuse them. So a thread polls the state of the flow run, over a connection of its own.
@@ -8,6 +9,8 @@ can refuse them. So a thread polls the state of the flow run, over a connection 
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
+from flows.cli.processes import FLOW_RUN
 
 POLL_SECONDS: Final = 2.0
 RESUME_SECONDS: Final = 0.1
@@ -72,6 +76,9 @@ class Pauses:
         paused, stops = waits_for_resume(state), is_stopping(state)
         if stops != self._stopping:
             self.on_stopping(stops)
+            if state is not None and state.is_cancelling() and FLOW_RUN not in os.environ:
+                self.log.warning("this flow run is cancelled: it ends, as on Ctrl-C")
+                os.kill(os.getpid(), signal.SIGINT)
         if paused and not self._paused:
             self.log.info("paused: no stage begins until this flow run is resumed; its services keep running")
         elif self._paused and not paused:

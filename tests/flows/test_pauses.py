@@ -11,6 +11,7 @@ from prefect_api import ask
 from waiting import wait_until
 
 from areal_tasks.engines.watchdog import Watchdog
+from flows.cli.processes import FLOW_RUN
 from flows.pauses import Pauses
 from schemas.recipe.launcher import Launcher
 
@@ -32,7 +33,10 @@ OTHER_STATE = pytest.mark.slow("the same by another state")
         pytest.param("CANCELLING", "Cancelling", marks=OTHER_STATE),
     ],
 )
-def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(api: str, kind: str, name: str) -> None:
+def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(
+    api: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLOW_RUN, "of a worker, which ends those that are cancelled")
     told: list[bool] = []
 
     @flow
@@ -46,3 +50,19 @@ def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(api:
             wait_until(lambda: told == [True, False], "the flow run to go on")
 
     stopped()
+
+
+def test_a_flow_run_that_no_worker_ends_ends_itself_when_it_is_cancelled(api: str) -> None:
+    found: list[str] = []
+
+    @flow
+    def cancelled() -> None:
+        found.append(flow_run.get_id() or "")
+        with Pauses(logging.getLogger("run"), Watchdog(Launcher(), lambda name, why: None)):
+            set_state(api, "CANCELLING", "Cancelling")
+            wait_until(lambda: False, "the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        cancelled()
+    state = ask("GET", f"{api}/flow_runs/{found[0]}").json()["state"]
+    assert state["type"] == "CRASHED", state
