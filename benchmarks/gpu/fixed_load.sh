@@ -2,6 +2,7 @@
 # Asynchronous and synchronous runs under one fixed load on two or more GPUs: 64 × 8 samples an iteration, as long as
 # benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
 #
+#   benchmarks/gpu/fixed_load.sh                  all configurations for two GPUs, in about 40 minutes
 #   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …   LAYOUT-η[-abort][-equal][-saves][-zero3][@SECONDS]
 #   GPUS=4 benchmarks/gpu/fixed_load.sh split-4@290 shared-0@250 split-1    two generate and two train; all four do both
 #   GPUS=4 SHAPE=7b MORE=trainer.gradient_checkpointing=true benchmarks/gpu/fixed_load.sh shared-0-equal@290 shared-0-equal-zero3@290
@@ -81,6 +82,7 @@ freed() {  # wait until the visible GPUs are free: a server that starts while ot
   done
 }
 
+[ $# -gt 0 ] || set -- split-4-saves@400 shared-0@300 split-1@250 split-0@250 split-2-equal@150 shared-0-equal@150 split-4-abort@310 one-1@320 one-0@320
 for word in "$@"; do
   freed
   run "${word%@*}" "$([[ $word == *@* ]] && echo "${word#*@}" || echo 240)"

@@ -80,6 +80,16 @@ def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -
     assert max(lags) == ETA
 
 
+@pytest.mark.slow("a whole run; the rule itself has tests of its own")
+def test_by_the_weaker_rule_groups_are_taken_once_and_their_lag_is_recorded(tmp_path: Path) -> None:
+    run = drive(tmp_path, "weaker", ahead(rollout={"max_head_offpolicyness": 1, "bound": "admission"}))
+    assert sorted(group for of in groups_by_iteration(run) for group in of) == list(range(GROUPS * ITERATIONS))
+    lags = "SELECT lag, iteration - version_min AS age FROM samples"
+    found = run_sql(run.store, "weaker", lags).to_pydict()
+    assert found["lag"] == found["age"] and min(found["lag"]) >= 0
+    assert audit(run.store, run.name).sound
+
+
 def test_forks_may_become_asynchronous_and_synchronous_again(tmp_path: Path) -> None:
     """A commit tells its successor all that it must know, whatever η there is."""
     drive(tmp_path, "first", tiny(schedule={"iterations": 2}))
