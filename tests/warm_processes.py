@@ -35,7 +35,7 @@ SERVER: Final = Path(__file__).with_name("warm_server.py")
 #: Modules of services that the local launcher forks.
 SERVICES: Final = (
     *("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang"),
-    *("areal_tasks.rollout.worker", "failing_trainer"),
+    *("areal_tasks.rollout.worker", "failing_trainer", "saving_trainer"),
 )
 MESSAGE: Final = 1 << 18  # bytes at most
 INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)
