@@ -2,8 +2,8 @@
 
 `Popen` stands in for `subprocess.Popen([sys.executable, "-m", MODULE, …])` and `[sys.executable, FILE, …]`. What it
 starts has the arguments, environment, folder, descriptors, session, exit status and entries in /proc of a process
-that was started afresh; only its parent is another. `install()` has the local launcher start trainers and embedded
-servers in this way.
+that was started afresh; only its parent is another. `install()` has the local launcher start services in this way, as the
+launcher of each forked process does.
 
 One server forks for a whole test run, for xdist's workers and for the processes below them. The first to need it
 starts it. It ends, with all that it has forked, when no pytest process of the run is left.
@@ -35,7 +35,7 @@ SERVER: Final = Path(__file__).with_name("warm_server.py")
 #: Modules of services that the local launcher forks.
 SERVICES: Final = (
     *("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang"),
-    *("areal_tasks.rollout.worker", "failing_trainer", "saving_trainer"),
+    *("areal_tasks.rollout.worker", "failing_trainer", "saving_trainer", "small_service"),
 )
 MESSAGE: Final = 1 << 18  # bytes at most
 INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)
