@@ -137,7 +137,7 @@ def _set_environment(args: Sequence[str], environment: Mapping[str, str]) -> Non
     os.environ.update(environment)
     tempfile.tempdir = None  # it is found in the new environment
     if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout = io.TextIOWrapper(cast(BinaryIO, open(1, "wb", buffering=0, closefd=False)), write_through=True)
+        sys.stdout = io.TextIOWrapper(cast(BinaryIO, io.FileIO(1, "w", closefd=False)), write_through=True)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     *_, arguments, arguments_end, variables, variables_end = map(int, fields[45:49])
     _write(arguments, arguments_end, args)

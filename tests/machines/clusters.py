@@ -12,9 +12,10 @@ from typing import Final
 
 import pytest
 from waiting import wait_until
+from warm_processes import FORKED
 
 from machines.bed import NETWORK, ROOT, S3, Machine, Machines, Process, first_line
-from machines.forking import FORKED, PLACE, serve_on
+from machines.forking import PLACE, serve_on
 from machines.slurm import start_slurm
 from machines.starter import NODES as NAMES_OF_NODES
 

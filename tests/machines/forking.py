@@ -1,19 +1,15 @@
 """Processes on a machine of a bed are forked from one that has imported torch, as others are (`warm_processes`).
 
 `serve_on` starts the server of a machine: a process that the test run's own server forks, and that enters the machine's
-namespaces. A program that has `PLACE` in its environment uses it, and so do the services that it starts. `FORKED MODULE
-…` is a command like `python -m MODULE …`: its process is forked there.
+namespaces. A program that has `PLACE` in its environment uses it, and so do the services that it starts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 if __name__ == "__main__":
@@ -28,7 +24,6 @@ if TYPE_CHECKING:
 FOLDER: Final = Path("/tmp/forking")  # on the machine
 READY: Final = FOLDER / "ready"
 PLACE: Final = {session_folder.FOLDER: str(FOLDER)}
-FORKED: Final = (sys.executable, __file__)
 #: The mounts come last: until then, /proc is the one in which the machine has its number.
 NAMESPACES: Final = ("ipc", "uts", "net", "pid", "mnt")
 
@@ -37,7 +32,7 @@ def serve_on(machine: Machine) -> None:
     """Start the machine's server. It ends with the machine."""
     from waiting import wait_until  # here: the programs on the machine do not wait by it
 
-    server = warm_processes.Popen([*FORKED, "--serve", str(machine.pid)], env=machine.environment)
+    server = warm_processes.Popen([sys.executable, __file__, str(machine.pid)], env=machine.environment)
 
     def ready() -> bool:
         assert server.poll() is None, "the machine's server has ended"
@@ -72,28 +67,5 @@ def enter(process: int) -> None:
         os.close(descriptor)
 
 
-def fork(module: str, *arguments: str) -> int:
-    """Run the module in a forked process, and pass signals on to it. Its exit status."""
-    process = warm_processes.Popen([sys.executable, "-m", module, *arguments])
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    return process.wait()
-
-
-def main() -> None:
-    if sys.argv[1] == "--serve":
-        serve(int(sys.argv[2]))
-    elif (status := fork(*sys.argv[1:])) < 0:
-        signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    else:
-        sys.exit(status)
-
-
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]))
