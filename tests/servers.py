@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,13 @@ class Up:
 
     def post(self, path: str, **body: Any) -> Any:
         return ask("POST", f"{self.api}/{path}", body).raise_for_status().json()
+
+    def fork_flows(self, name: str) -> str:
+        """The ID of the deployment of that name, whose flow processes are forked from now on."""
+        found = str(self.get(f"deployments/name/{name}")["id"])
+        command = shlex.join([*warm_processes.FORKED, "prefect.engine"])
+        ask("PATCH", f"{self.api}/deployments/{found}", {"job_variables": {"command": command}}).raise_for_status()
+        return found
 
     @property
     def store(self) -> Path:

@@ -173,7 +173,6 @@ def start_marked(folder: Path, function: Callable[..., object], *arguments: obje
 
 def _marked_call(mark: str, function: Callable[..., object], *arguments: object) -> None:
     os.environ[MARK] = mark
-    warm_processes.install()
     function(*arguments)
 
 

@@ -19,15 +19,22 @@ T = TypeVar("T")
 #: Seconds. Nothing that a test waits for takes a tenth of it on an idle machine.
 LIMIT: Final = 200.0
 PAUSE: Final = 0.02
+LONGEST_PAUSE: Final = 0.5
 
 
 def wait_until(condition: Callable[[], T], what: object = "the condition", limit: float = LIMIT) -> T:
     """The first true value of `condition`. AssertionError after `limit` seconds."""
-    end = time.monotonic() + limit
+    end = (began := time.monotonic()) + limit
     while not (found := condition()):
         assert time.monotonic() < end, f"{what}: not within {limit:g} s"
-        time.sleep(PAUSE)
+        time.sleep(pause_after(began))
+        began = time.monotonic()
     return found
+
+
+def pause_after(began: float) -> float:
+    """The pause after a look that began at this time: asking a server or all processes must not take all of a core."""
+    return min(max(PAUSE, 5 * (time.monotonic() - began)), LONGEST_PAUSE)
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 `Popen` stands in for `subprocess.Popen([sys.executable, "-m", MODULE, …])` and `[sys.executable, FILE, …]`. What it
 starts has the arguments, environment, folder, descriptors, session, exit status and entries in /proc of a process
-that was started afresh; only its parent is another. `install()` has the local launcher start trainers and embedded
-servers in this way.
+that was started afresh; only its parent is another. `install()` has the local launcher start services in this way, as
+that of each forked process does.
+
+`FORKED MODULE …` is a command like `python -m MODULE …`, for those who start programs themselves: its process waits for
+the forked one, passes signals on to it, and ends as it does.
 
 One server forks for a whole test run, for xdist's workers and for the processes below them. The first to need it
 starts it. It ends, with all that it has forked, when no pytest process of the run is left.
@@ -25,17 +28,18 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import IO, Any, Final, Self
 
 import session_folder
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SERVER: Final = Path(__file__).with_name("warm_server.py")
+FORKED: Final = (sys.executable, str(Path(__file__).resolve()))
 #: Modules of services that the local launcher forks.
 SERVICES: Final = (
     *("areal_tasks.engines.trainer", "areal_tasks.engines.embedded", "areal_tasks.engines.sglang"),
-    *("areal_tasks.rollout.worker", "failing_trainer"),
+    *("areal_tasks.rollout.worker", "failing_trainer", "saving_trainer", "small_service"),
 )
 MESSAGE: Final = 1 << 18  # bytes at most
 INHERITED: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", session_folder.FOLDER)
@@ -226,3 +230,23 @@ def _receive(channel: socket.socket) -> Any:
         if message := channel.recv(MESSAGE):
             return json.loads(message)
     return {"pid": 0, "status": -signal.SIGKILL}
+
+
+def _run_forked(module: str, *arguments: str) -> int:
+    """The exit status of the module in a forked process, which gets the signals that this one does."""
+    process = Popen([sys.executable, "-m", module, *arguments])
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    return process.wait()
+
+
+if __name__ == "__main__":
+    if (ended := _run_forked(*sys.argv[1:])) < 0:
+        signal.signal(-ended, signal.SIG_DFL)
+        os.kill(os.getpid(), -ended)
+    sys.exit(ended)

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import pickle
@@ -22,19 +23,21 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn, cast
 
 import session_folder
-from warm_processes import MESSAGE, ROOT, send
+from warm_processes import MESSAGE, ROOT, install, send
 
 PRELOAD: Final = (
     "areal_tasks.stages.loop",
     "areal_tasks.engines.trainer.process",
     "areal_tasks.engines.embedded.process",
+    "areal_tasks.launchers.node",
 )
 #: The folders of installed packages, independent of a process's working directory and PYTHONPATH.
 INSTALLED: Final = [path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests"))]
@@ -132,8 +135,9 @@ def _set_environment(args: Sequence[str], environment: Mapping[str, str]) -> Non
     """Set the environment, and write it and the command line over the server's, so that /proc shows them."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is found in the new environment
     if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout = io.TextIOWrapper(cast(BinaryIO, io.FileIO(1, "w", closefd=False)), write_through=True)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     *_, arguments, arguments_end, variables, variables_end = map(int, fields[45:49])
     _write(arguments, arguments_end, args)
@@ -191,6 +195,7 @@ def serve(path: Path, ready: int) -> None:
     """Run the server at the socket `path`; it writes to the descriptor `ready` once it listens."""
     for module in PRELOAD:
         importlib.import_module(module)
+    install()  # for what the forked processes start
     gc.collect()
     gc.freeze()  # forked processes share these pages until one writes to them
     alive = os.open(session_folder.folder() / session_folder.ALIVE, os.O_RDONLY | os.O_NONBLOCK)

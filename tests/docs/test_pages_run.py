@@ -27,8 +27,8 @@ STANDS_FOR: Final = {"K": "1", "RECIPE": "quickstart"}
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of two runs."""
+def recorded(api: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store of two runs. There is a Prefect server, so that no fork starts one."""
     folder = tmp_path_factory.mktemp("pages")
     for name in NAMES:
         drive(folder, name, tiny(schedule={"iterations": ITERATIONS}))

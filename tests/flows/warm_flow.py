@@ -1,4 +1,4 @@
-"""The flow `rlhf` as a worker runs it; its services are forked, and it has time to find out why it ends.
+"""The flow `rlhf` as a worker runs it; it has time to find out why it ends.
 
 A file tells that it has heard of its suspension.
 """
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import warm_processes
 from prefect._flow_run_suspension import FlowRunSuspensionRequest
 from waiting import LIMIT
 
@@ -17,7 +16,6 @@ from flows.rlhf import rlhf
 
 __all__ = ["rlhf"]
 
-warm_processes.install()
 execute.ASK_TIMEOUT = httpx.Timeout(LIMIT)  # type: ignore[misc]
 mark = FlowRunSuspensionRequest.mark_requested
 

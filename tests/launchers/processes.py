@@ -6,6 +6,8 @@ import os
 import subprocess
 from contextlib import suppress
 
+from warm_processes import Popen
+
 from areal_tasks.launchers.cluster import Task
 from schemas.recipe.launcher import Launcher
 
@@ -15,7 +17,7 @@ NETWORK = "127.0.0.0/8"
 class Running:
     """A task's process, in a session of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Popen) -> None:
         self.process = process
 
     def waiting(self) -> str:
@@ -42,7 +44,7 @@ class Processes:
 
     def submit(self, task: Task) -> Running:
         with task.output.open("ab") as output:
-            process = subprocess.Popen(
+            process = Popen(
                 task.command,
                 env=os.environ | dict(task.environment),
                 stdout=output,

@@ -12,8 +12,10 @@ from typing import Final
 
 import pytest
 from waiting import wait_until
+from warm_processes import FORKED
 
-from machines.bed import NETWORK, ROOT, Machine, Machines, Process, first_line
+from machines.bed import NETWORK, ROOT, S3, Machine, Machines, Process, first_line
+from machines.forking import PLACE, serve_on
 from machines.slurm import start_slurm
 from machines.starter import NODES as NAMES_OF_NODES
 
@@ -50,6 +52,7 @@ class Cluster:
 
     names: tuple[str, ...] = (CONTROL, HEAD, *NODES)
     place: tuple[str, ...]  # of the recipe
+    python: tuple[str, ...] = (sys.executable, "-m")  # runs a module on the head
 
     def __init__(self, bed: Machines) -> None:
         self.bed = bed
@@ -63,7 +66,7 @@ class Cluster:
         """Make the head a machine of the cluster."""
 
     def start(self, *arguments: str) -> Process:
-        command = [sys.executable, "-c", "from flows.cli.main import main; main()", *arguments]
+        command = [*self.python, "arealflow.command", *arguments]
         own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "AREALFLOW_HOME": "/tmp/home", "OMP_NUM_THREADS": "1"}
         return self.bed[HEAD].popen(
             command,
@@ -85,16 +88,20 @@ class Cluster:
 
 
 class OnStarters(Cluster):
-    """The tests' own cluster system, which has no controller."""
+    """The tests' own cluster system, which has no controller, and whose processes are forked."""
 
     names = (HEAD, *NODES)
     place = ("launcher.type=machines.starter:Starters",)
+    python = FORKED
 
     def __init__(self, bed: Machines) -> None:
         super().__init__(bed)
-        self.environment = {NAMES_OF_NODES: ",".join(node.address for node in self.nodes)}
+        for machine in bed:
+            if machine.name != S3:
+                serve_on(machine)
+        self.environment = {NAMES_OF_NODES: ",".join(node.address for node in self.nodes), **PLACE}
         for node in self.nodes:
-            path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **PLACE}
             first_line(
                 node.popen([sys.executable, STARTER, node.address], bed.s3 | path, stdout=subprocess.PIPE, text=True)
             )

@@ -13,7 +13,11 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from warm_processes import Popen
 
 PORT: Final = 7100
 NODES: Final = "AREAL_TEST_NODES"
@@ -84,8 +88,10 @@ def main(address: str) -> None:
 
 def serve(connection: socket.socket) -> None:
     """Run a task. The end of what the other side sends means that it is cancelled; a lost connection means nothing."""
+    from warm_processes import Popen  # here: it is no module of the flow that imports this one
+
     order = json.loads(connection.makefile().readline())
-    process = subprocess.Popen(
+    process = Popen(
         order["command"], env=os.environ | order["environment"], stdin=subprocess.DEVNULL, start_new_session=True
     )
     threading.Thread(target=cancel_at_end, args=[connection, process], daemon=True).start()
@@ -96,7 +102,7 @@ def serve(connection: socket.socket) -> None:
         return  # the flow is gone
 
 
-def cancel_at_end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def cancel_at_end(connection: socket.socket, process: Popen) -> None:
     try:
         ended = connection.recv(1) == b""
     except OSError:
@@ -106,4 +112,5 @@ def cancel_at_end(connection: socket.socket, process: subprocess.Popen[bytes]) -
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     main(sys.argv[1])

@@ -46,7 +46,7 @@ def alerts(up: Up, webhook: Webhook) -> Webhook:
 
 def start(up: Up, run: str, recipe: dict[str, Any]) -> str:
     """A flow run of the worker."""
-    deployment = up.get("deployments/name/rlhf/quickstart")["id"]
+    deployment = up.fork_flows("rlhf/quickstart")
     made = up.post(f"deployments/{deployment}/create_flow_run", parameters={"recipe": recipe, "run": run})
     return str(made["id"])
 
@@ -83,9 +83,9 @@ def stalls(alerts: Webhook) -> list[dict[str, Any]]:
 
 
 def is_flow(process: psutil.Process, flow_run: str) -> bool:
-    """Whether it is the flow run's own process, which the worker started."""
+    """Whether it is the flow run's own process."""
     environ, command = process.info["environ"] or {}, process.info["cmdline"] or ()
-    return environ.get("PREFECT__FLOW_RUN_ID") == flow_run and "areal_tasks" not in " ".join(command)
+    return environ.get("PREFECT__FLOW_RUN_ID") == flow_run and list(command[1:3]) == ["-m", "prefect.engine"]
 
 
 @pytest.mark.parametrize(("alert", "said"), CAUSES.items())

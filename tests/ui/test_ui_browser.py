@@ -42,7 +42,7 @@ def submitted(page: Page) -> bool:
 @pytest.fixture(scope="module")
 def flow_run(up: Up, page: Page) -> dict[str, Any]:
     """Filled in, submitted, and run to its end by the worker."""
-    deployment = up.get("deployments/name/sft/quickstart")["id"]
+    deployment = up.fork_flows("sft/quickstart")
     page.goto(f"{up.url}/deployments/deployment/{deployment}/run")
     expect(field(page, "Iterations"), "the form shows the recipe of the deployment").to_have_value("5")
     for label, value in EDITED.items():
