@@ -83,7 +83,7 @@ def flow_state(flow: Flow) -> State:
     """The stages that the flow builds, unless it waits for something other than the trainer."""
     if waits := causes(flow):
         return State(waits_for=waits[0])
-    return State(", ".join(stages(flow)) or "between stages")
+    return State(" + ".join(stages(flow)) or "between stages")
 
 
 def trainer_state(flow: Flow) -> State:

@@ -53,6 +53,7 @@ def waits(what: str) -> State:
         (["publish 2", "weights from the trainer", "/send of version 3"], False, waits("servers"), works("send")),
         (["verify 3", "verdicts"], False, waits("verdicts"), waits("verdicts")),
         (["advantage 3", "/health"], False, works("advantage"), waits("advantage")),
+        (["publish 2", "advantage 3"], False, works("publish + advantage"), waits("publish")),
         (["rollout 0", "its start"], False, waits("start"), waits("start")),
         (["to be resumed"], False, waits("a person"), waits("a person")),
     ],
