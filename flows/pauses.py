@@ -77,8 +77,8 @@ class Pauses:
         if stops != self._stopping:
             self.on_stopping(stops)
             if state is not None and state.is_cancelling() and FLOW_RUN not in os.environ:
-                self.log.warning("this flow run is cancelled: it ends, as on Ctrl-C")
-                os.kill(os.getpid(), signal.SIGINT)
+                self.log.warning("this flow run is cancelled, and no worker ends it: it ends itself")
+                os.kill(os.getpid(), signal.SIGTERM)  # SIGINT is ignored in a shell's background
         if paused and not self._paused:
             self.log.info("paused: no stage begins until this flow run is resumed; its services keep running")
         elif self._paused and not paused:

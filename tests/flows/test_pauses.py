@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect_api import ask
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.watchdog import Watchdog
 from flows.cli.processes import FLOW_RUN
@@ -52,17 +56,18 @@ def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(
     stopped()
 
 
+@flow
+def cancelled(api: str) -> None:
+    """A flow run that is cancelled; prints its id."""
+    print(flow_run.get_id(), flush=True)
+    with Pauses(logging.getLogger("run"), Watchdog(Launcher(), lambda name, why: None)):
+        set_state(api, "CANCELLING", "Cancelling")
+        wait_until(lambda: False, "the end")
+
+
 def test_a_flow_run_that_no_worker_ends_ends_itself_when_it_is_cancelled(api: str) -> None:
-    found: list[str] = []
-
-    @flow
-    def cancelled() -> None:
-        found.append(flow_run.get_id() or "")
-        with Pauses(logging.getLogger("run"), Watchdog(Launcher(), lambda name, why: None)):
-            set_state(api, "CANCELLING", "Cancelling")
-            wait_until(lambda: False, "the end")
-
-    with pytest.raises(KeyboardInterrupt):
-        cancelled()
-    state = ask("GET", f"{api}/flow_runs/{found[0]}").json()["state"]
-    assert state["type"] == "CRASHED", state
+    program = [sys.executable, "-c", "import sys, test_pauses; test_pauses.cancelled(sys.argv[1])", api]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PREFECT_API_URL": api}
+    ended = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, timeout=LIMIT)
+    state = ask("GET", f"{api}/flow_runs/{ended.stdout.strip()}").json()["state"]
+    assert ended.returncode == -signal.SIGTERM and state["type"] == "CRASHED", state

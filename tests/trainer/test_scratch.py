@@ -20,7 +20,6 @@ from areal_tasks.engines.trainer.commands import (
     Finished,
     Load,
     Logprobs,
-    Message,
     Publish,
     Written,
 )
@@ -28,9 +27,10 @@ from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.s3 import S3Backend
 from schemas.manifest import WeightsRef
+from schemas.record import Record
 
 
-async def _post(app: Starlette, path: str, body: Message) -> httpx.Response:
+async def _post(app: Starlette, path: str, body: Record) -> httpx.Response:
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://trainer") as client:
         return await client.post(path, content=body.model_dump_json())
@@ -87,7 +87,7 @@ def test_copies_from_s3_do_not_pile_up(world: World, scratch: Path) -> None:
     """After each command nothing is left but a rollout that was scored, until training has read it."""
     app = make_app(world.spec())
 
-    def done(path: str, body: Message, kept: int = 0) -> str:
+    def done(path: str, body: Record, kept: int = 0) -> str:
         answer = asyncio.run(_post(app, path, body))
         assert answer.status_code == 200, answer.text
         left = [file for file in scratch.glob("areal-*/**/*") if file.is_file()]
