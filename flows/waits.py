@@ -73,10 +73,8 @@ class Waits(RepeatedWork):
         self.artifacts.offer("what the run waits for", partial(self._write, record))
 
     def _write(self, record: WaitsRecord) -> None:
-        page, about = (
-            waits_page(self.run.name, record, SHOWN_SECONDS),
-            f"What {self.run.label} waits for, and since when",
-        )
+        page = waits_page(self.run.name, record, SHOWN_SECONDS)
+        about = f"What {self.run.label} waits for, and since when"
         self.artifacts.show("markdown", page, artifact_key(self.run.name, "waits"), about)
 
 

@@ -33,7 +33,7 @@ def watch_lifeline(before_death: Callable[[], object] = lambda: None) -> None:
 
 
 def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
-    with suppress(OSError):  # the supervisor had closed its end before this process began
+    with suppress(OSError):  # no pipe: the supervisor had closed it before this process began
         while os.read(fd, 1):
             pass
     before_death()

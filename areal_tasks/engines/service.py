@@ -169,13 +169,13 @@ Handlers = Mapping[str, tuple[Callable[..., Awaitable[Any]], type[BaseModel] | N
 def routes_of(
     handlers: Handlers, status_of: Callable[[Exception], int], text_of: Callable[[Exception], str] = str
 ) -> list[Route]:
-    """A route for each request: by POST, or GET if it has no body. Errors are answered as by `endpoint`."""
+    """A route for each request, by POST. Errors are answered as by `endpoint`."""
 
     def route(name: str, handle: Callable[..., Awaitable[Any]], body: type[BaseModel] | None) -> Route:
         async def parsed(request: Request) -> Any:
             return await (handle() if body is None else handle(body.model_validate_json(await request.body())))
 
-        return Route(f"/{name}", endpoint(parsed, status_of, text_of), methods=["POST"] if body else ["GET", "POST"])
+        return Route(f"/{name}", endpoint(parsed, status_of, text_of), methods=["POST"])
 
     return [route(name, *one) for name, one in handlers.items()]
 

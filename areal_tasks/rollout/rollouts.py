@@ -95,8 +95,10 @@ class Rollouts:
             self.begin()
             for attempt in count():
                 groups = await self._chosen()
-                default = self.links.ready()[0]
-                parts = self._assigned.parts(groups, default, prefix, attempt, self.spool.records)
+                while self.rejections.by_filters():
+                    await self._record(self.rejections.by_filters)
+                    groups = await self._chosen()  # workers may have been lost, or have written groups to the spool
+                parts = self._assigned.parts(groups, self.links.ready()[0], prefix, attempt, self.spool.records)
                 written = await asyncio.gather(*(self._written(link, part) for link, part in parts))
                 if all(written):
                     return [part for part in written if part is not None]
@@ -105,11 +107,8 @@ class Rollouts:
             self._taking = False
 
     async def _chosen(self) -> list[int]:
-        """The next iteration's groups, once the rule allows it, a worker is ready, and rejections are recorded."""
-        while (taken := self.tracker.take()) is None or not self.links.ready() or self.rejections.by_filters():
-            if taken is not None and self.links.ready():
-                await self._record(self.rejections.by_filters)
-                continue  # workers may have been lost, or have written groups to the spool
+        """The next iteration's groups, once the rule allows them and a worker can write them."""
+        while (taken := self.tracker.take()) is None or not self.links.ready():
             if self._failure is not None:
                 raise self._failure
             if taken is None and self._is_idle():

@@ -125,19 +125,22 @@ def test_one_is_written_at_a_time(rlhf: World, gate: threading.Event, monkeypatc
     assert {file.path.split("/")[3] for file in second(True)} == {"attempt=b"}
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_cannot_be_written_is_said_once_and_another_may_follow(
-    rlhf: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rlhf: World, elsewhere: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """On its way to a store `elsewhere`, a checkpoint is in a temporary folder, of which nothing is left."""
     trainer = rlhf.trainer()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(type(rlhf.store), "put_file", _away)
-        patch.setattr(type(rlhf.store), "local", lambda *_: None)  # as of one elsewhere
+        if elsewhere:
+            patch.setattr(type(rlhf.store), "local", lambda *_: None)
         files = begin(rlhf, trainer, "a", 0)
-        assert list(Path(tempfile.gettempdir()).glob("areal-checkpoint-*"))
+        assert bool(list(tmp_path.glob("areal-checkpoint-*"))) == elsewhere
         with pytest.raises(Unavailable, match="the store is away"):
             files(True)
-        assert not list(Path(tempfile.gettempdir()).glob("areal-checkpoint-*"))
+        assert not list(tmp_path.glob("areal-checkpoint-*"))
     with pytest.raises(StaleCommand, match=r"no checkpoint is being written below .*attempt=a"):
         files(True)
     assert same(state(loaded(rlhf, begin(rlhf, trainer, "b", 0)(True), 0)), state(trainer))

@@ -91,7 +91,7 @@ class Server:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        routes = [
+        handlers = [
             ("POST", "/generate", self.generate),
             ("POST", "/pause_generation", self.pause),
             ("POST", "/continue_generation", self.resume),
@@ -100,8 +100,8 @@ class Server:
             ("GET", "/server_info", self.server_info),
             ("GET", "/model_info", self.model_info),
         ]
-        found = [Route(path, endpoint(do, status_of), methods=[how]) for how, path, do in routes]
-        return Starlette(routes=found, lifespan=self._serving)
+        routes = [Route(path, endpoint(do, status_of), methods=[how]) for how, path, do in handlers]
+        return Starlette(routes=routes, lifespan=self._serving)
 
     @asynccontextmanager
     async def _serving(self, app: Starlette) -> AsyncIterator[None]:

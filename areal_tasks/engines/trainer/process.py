@@ -20,8 +20,19 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
 
-from areal_tasks.engines.service import ServiceSpec, as_service, read_spec, register, routes_of, serve, status_in
+from areal_tasks.engines.service import (
+    ServiceSpec,
+    as_service,
+    endpoint,
+    read_spec,
+    register,
+    routes_of,
+    serve,
+    status_in,
+)
 from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
@@ -80,11 +91,11 @@ def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
     """The application of the trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
     queue = _CommandQueue(Trainer(spec, group))
 
-    async def health() -> Health:
+    async def health(_request: Request) -> Health:
         return queue.trainer.health(queue.waiting > 0)
 
     commands = {name: (queue.run, kind) for name, kind in COMMANDS.items()}
-    return Starlette(routes=routes_of({"health": (health, None), **commands}, _status, _text))
+    return Starlette(routes=[Route("/health", endpoint(health, _status, _text)), *routes_of(commands, _status, _text)])
 
 
 class _CommandQueue:
