@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
@@ -45,6 +45,7 @@ class GenerateRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # only `max_new_tokens` and `stop` end it
     group: int = 0
     floor: int = 0
     scored_from: int | None = None
@@ -305,7 +306,10 @@ class InferenceClient(UpdatedPool):
         at_limit = result.stop_reason == "length"
         if not at_limit and not (work.begun and request.stop):
             return False
-        end = self._ends().found(result.output_ids, work.begun, at_limit, request.stop, request.stop_token_ids)
+        ends, stop_ids = self._ends(), request.stop_token_ids
+        if request.ignore_eos:
+            ends, stop_ids = replace(ends, tokens=frozenset()), ()
+        end = ends.found(result.output_ids, work.begun, at_limit, request.stop, stop_ids)
         if end is None:
             return False
         if end < len(result.output_ids):
@@ -351,8 +355,9 @@ def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
     }
     stops = {"stop": list(request.stop), "stop_token_ids": list(request.stop_token_ids)}
     seed = {} if request.seed is None else {"sampling_seed": request.seed}
-    scored = {} if request.scored_from is None else {"ignore_eos": True}  # an end token among them ends nothing
-    return params | seed | scored | {name: values for name, values in stops.items() if values}
+    ignores = request.ignore_eos or request.scored_from is not None  # an end token among scored ones ends nothing
+    eos = {"ignore_eos": True} if ignores else {}
+    return params | seed | eos | {name: values for name, values in stops.items() if values}
 
 
 def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:

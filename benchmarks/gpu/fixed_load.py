@@ -12,8 +12,9 @@ start, where services warm up and the pipeline fills (after a restart all groups
 one version, as at first), and the last η of the run, for which nothing is generated any more. `training` says how fast
 the ranks train, what memory they take, and how long a publication is. `idle` says when the trainer had nothing to do,
 by iteration, and what saving has to do with it. `simulate` runs benchmarks/simulate.py with the times of a run's own
-steps and transfers, decoding by a line through what SGLang's log says, compares each iteration before the first restart
-(which the simulation does not know), and tells what the same times give for other layouts.
+steps and transfers, decoding by a line through what SGLang's log says, with the log's times of aborts and prefills
+where requests were aborted, compares each iteration before the first restart (which the simulation does not know), and
+tells what the same times give for other layouts.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from benchmarks.simulate import row as simulated_row
 Result = dict[str, Any]
 Commit = dict[str, Any]
 
+FULL_PREFILL: Final = 4096  # tokens
 STANDSTILL_SECONDS: Final = 60.0  # without any stage: a restart; a start of the services on GPUs takes longer
 
 QUERIES: Final = {
@@ -70,16 +72,31 @@ def collect(store: Store, run: str, logs: Path) -> Result:
         "shape": Path(recipe["model"]["path"]).name,
         "trainer": {name: recipe["trainer"][name] for name in ("backend", "zero_stage", "ranks")},
         "greatest_lag": rows(store, run, "SELECT max(lag) AS lag FROM samples")[0]["lag"],
-        "decoding": decoding(sorted(logs.glob(f"{run}/**/inference-*.log"))),
+        "longest": recipe["workflow"]["arguments"]["longest"],
+        "pace": recipe["rollout"]["pace"],
     }
+    said = "\n".join(log.read_text(errors="replace") for log in sorted(logs.glob(f"{run}/**/inference-*.log")))
+    found |= {"decoding": decoding(said), "aborts": aborts(said), "prefill_rates": prefill_rates(said)}
     return found | {name: rows(store, run, query) for name, query in QUERIES.items()}
 
 
-def decoding(logs: Sequence[Path]) -> list[tuple[int, int, float]]:
+def decoding(said: str) -> list[tuple[int, int, float]]:
     """(samples at once, tokens in their caches, seconds of a decoding step), as SGLang's log has them now and then."""
-    said = "\n".join(log.read_text(errors="replace") for log in logs)
     found = re.findall(r"Decode batch.*?#running-req: (\d+), #token: (\d+).*?throughput \(token/s\): ([\d.]+)", said)
     return [(int(n), int(tokens), int(n) / float(rate)) for n, tokens, rate in found if float(rate) > 0 and int(n) > 0]
+
+
+def aborts(said: str) -> list[float]:
+    """Seconds until all requests had ended, of each abort (`engines/sglang/child.py` logs them)."""
+    return [float(seconds) for seconds in re.findall(r"All requests aborted, seconds: ([\d.]+)", said)]
+
+
+def prefill_rates(said: str) -> list[float]:
+    """Tokens per second of each full prefill behind which requests wait, as after an abort."""
+    found = re.findall(
+        r"Prefill batch.*?#new-token: (\d+).*?#queue-req: (\d+).*?throughput \(token/s\): ([\d.]+)", said
+    )
+    return [float(rate) for tokens, waiting, rate in found if int(tokens) >= FULL_PREFILL and int(waiting) > 0]
 
 
 def step_times(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
@@ -284,8 +301,10 @@ def layout_of(result: Result) -> Layout:
     run, gpus = result["run"], result.get("gpus", 2)  # the first recorded runs were all on two
     if not run.startswith(("split-", "shared-0")):
         raise SystemExit(f"{run}: the simulation does not know GPUs that train and generate at the same time")
+    if run.startswith("shared-0"):
+        return synchronous(gpus)
     mode = "abort" if "-abort" in run else "in_place"
-    return synchronous(gpus) if run.startswith("shared-0") else Layout(gpus // 2, gpus // 2, eta_of(run), mode=mode)
+    return Layout(gpus // 2, gpus // 2, eta_of(run), mode=mode, pace=result.get("pace"))
 
 
 def times_of(result: Result) -> Times:
@@ -305,6 +324,8 @@ def times_of(result: Result) -> Times:
         train_fixed=(sum(each.values()) - sum(waited[k] for k in each) - busy) / len(each) - alone,
         publish=publish,
         publish_waits=layout.eta == 0,
+        abort=statistics.median(result.get("aborts") or [Times.abort]),
+        prefill_rate=statistics.median(result.get("prefill_rates") or [Times.prefill_rate]),
     )
 
 
@@ -328,7 +349,8 @@ def intervals(result: Result) -> dict[int, float]:
 def simulate(result: Result) -> str:
     """The run simulated, by iteration until it was restarted; what its times give for split GPUs over long runs."""
     times, run, layout = times_of(result), result["run"], layout_of(result)
-    load = Load(longest=8000, prompt=64, iterations=result["iterations"], sigma=0.0 if "-equal" in run else Load.sigma)
+    sigma, longest = 0.0 if "-equal" in run else Load.sigma, result.get("longest", 8000)  # of the first recorded runs
+    load = Load(longest=longest, prompt=64, iterations=result["iterations"], sigma=sigma)
     unbroken, half = starts(result)[1:] or [result["iterations"]], layout.gpus // 2
     real = {k: seconds for k, seconds in intervals(result).items() if k < unbroken[0]}
     ends = Simulation(load, layout, times).run().ends

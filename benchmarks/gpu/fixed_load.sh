@@ -3,12 +3,13 @@
 # benchmarks/simulate.py draws them, the 1.5B shape with random weights. What each run's tables say goes to RESULTS.
 #
 #   benchmarks/gpu/fixed_load.sh                  all configurations for two GPUs, in about 40 minutes
-#   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …   LAYOUT-η[-abort][-equal][-saves][-zero3][@SECONDS]
+#   benchmarks/gpu/fixed_load.sh split-4-saves@290 shared-0@250 split-1 …   LAYOUT-η[-abort][-equal][-pace][-half][-saves][-zero3][@SECONDS]
 #   GPUS=4 benchmarks/gpu/fixed_load.sh split-4@290 shared-0@250 split-1    two generate and two train; all four do both
 #   GPUS=4 SHAPE=7b MORE=trainer.gradient_checkpointing=true benchmarks/gpu/fixed_load.sh shared-0-equal@290 shared-0-equal-zero3@290
 #
 # split: the first half of the GPUs trains, the second generates. shared: all do both in turn. one: one GPU does both.
 # equal: all samples have 600 tokens. saves: weights are written every tenth version, a checkpoint after 90 s of training.
+# pace: no more than 32 groups begin beyond those of the next iteration. half: servers have half as many groups at once.
 # zero3: DeepSpeed, ZeRO-3, in place of FSDP2. What 7b needs: docs/guides/memory.md.
 # A run is ended after its SECONDS (240), starts included, or ITERATIONS (60); the same case again resumes it. If the
 # script itself is ended (SIGTERM), it collects what the run's tables have by then. GPUS (2; an even number, another
@@ -25,8 +26,8 @@ python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
 [ -f "$FOLDER/prompts.jsonl" ] || python3 -m benchmarks.gpu.prompts "$FOLDER/$SHAPE" "$FOLDER/prompts.jsonl" --count 512 --tokens 64
 
 common="model.path=$FOLDER/$SHAPE data.source=$FOLDER/prompts.jsonl workflow.name=benchmarks.gpu.drawn:Drawn
-  model.max_length=8192 rollout.max_new_tokens=8000 inference.request_timeout_seconds=600
-  trainer.micro_batch_tokens=8192 launcher.type=local schedule.artifact_every=1000 schedule.iterations=${ITERATIONS:-60}
+  model.max_length=8256 rollout.max_new_tokens=8192 inference.request_timeout_seconds=600
+  trainer.micro_batch_tokens=8256 launcher.type=local schedule.artifact_every=1000 schedule.iterations=${ITERATIONS:-60}
   inference.flags.max-running-requests=512"
 half=$((GPUS / 2))
 numbers() { echo "[$(seq -s , "$1" "$2")]"; }
@@ -35,7 +36,7 @@ split="trainer.ranks=$half trainer.gpus=$(numbers 0 $((half - 1))) inference.ser
 shared="trainer.ranks=$GPUS trainer.gpus=$(numbers 0 $((GPUS - 1))) inference.servers=$GPUS
   inference.gpus=$(numbers 0 $((GPUS - 1))) inference.memory_fraction=0.25 inference.max_concurrent_requests=64"
 one="trainer.gpus=[0] inference.gpus=[0] inference.memory_fraction=0.25 inference.max_concurrent_requests=192"
-longest=8000
+longest=8192
 if [ -n "${CPU:-}" ]; then
   longest=24
   common="$common model.dtype=float32 model.max_length=160 rollout.max_new_tokens=32 inference.engine=embedded trainer.backend=local trainer.compile=false
@@ -50,6 +51,8 @@ run() {  # CASE SECONDS
   local own=("run=$name" "rollout.max_head_offpolicyness=$eta")
   [[ $name != *-abort* ]] || own+=(rollout.interruption=abort)
   [[ $name != *-equal* ]] || sigma=0.0
+  [[ $name != *-pace* ]] || own+=(rollout.pace=32)
+  [[ $name != *-half* ]] || own+=(inference.max_concurrent_requests=$([[ $layout = shared ]] && echo 16 || echo 96))
   [[ $name != *-zero3* ]] || own+=(trainer.backend=deepspeed trainer.zero_stage=3)
   [[ $name != *-saves* ]] || saves="trainer.weights_every=10 trainer.recover_within_seconds=90"
   [ -z "${CPU:-}" ] || saves=trainer.weights_every=1

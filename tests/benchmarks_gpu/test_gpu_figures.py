@@ -491,6 +491,14 @@ def loaded_run(run: str, restart: int, owners: bool) -> dict[str, Any]:
     return found
 
 
+def test_aborts_and_full_prefills_with_a_queue_are_read_from_sglangs_log() -> None:
+    prefill = "Prefill batch, #new-seq: 9, #new-token: {}, #cached-token: 0, #running-req: 3, #queue-req: {}, "
+    prefill += "input throughput (token/s): {}, cuda graph: False\n"
+    said = prefill.format(8192, 40, "170000.50") + prefill.format(8192, 0, "9.00") + prefill.format(64, 7, "8.00")
+    assert fixed_load.prefill_rates(said) == [170000.5]
+    assert fixed_load.aborts(said + "All requests aborted, seconds: 0.043\n") == [0.043]
+
+
 @pytest.mark.parametrize("owners", [True, False])
 def test_a_restart_is_no_iterations_time(owners: bool) -> None:
     result = loaded_run("split-1-saves", 4, owners)

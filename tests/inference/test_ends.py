@@ -73,7 +73,7 @@ class Scripted(Fake):
         while reason is None:
             done.append(self.script[len(prompt) - len(PROMPT) + len(done)])
             text = DETOKENIZER.texts([done], skip_special_tokens=False)[0]
-            ends = {EOS, ALSO, *params.get("stop_token_ids", [])}
+            ends = set() if params.get("ignore_eos") else {EOS, ALSO, *params.get("stop_token_ids", [])}
             if len(done) == abort_after:
                 reason = {"type": "abort"}
             elif len(done) >= params["max_new_tokens"]:
@@ -87,9 +87,10 @@ class Scripted(Fake):
 
 def ideal(script: list[int], request: GenerateRequest) -> tuple[list[int], str]:
     """The rule: the last token is the first that is an end token or completes a stop string, else the last allowed."""
+    ends = set() if request.ignore_eos else {EOS, ALSO, *request.stop_token_ids}
     for n in range(1, request.max_new_tokens + 1):
         text = DETOKENIZER.texts([script[:n]], skip_special_tokens=False)[0]
-        ended = script[n - 1] in {EOS, ALSO, *request.stop_token_ids} or any(stop in text for stop in request.stop)
+        ended = script[n - 1] in ends or any(stop in text for stop in request.stop)
         if ended:
             return script[:n], "stop"
     return script[: request.max_new_tokens], "length"
@@ -119,18 +120,26 @@ A, B, AB, C = (VOCABULARY.index(text) for text in ("a", "b", "ab", "c"))
     stop_ids=st.sampled_from([(), (ASKED,)]),
     aborts=st.lists(st.integers(0, 5), max_size=4),
     stream=st.booleans(),
+    ignore_eos=st.booleans(),
 )
-@example([A, A, EOS, *[A] * 9], 3, (), (), [], False)  # the end token is the last that there may be
-@example([A, A, ALSO, *[A] * 9], 3, (), (), [], True)  # another end token
-@example([A, A, C, *[A] * 9], 3, (), (ASKED,), [], False)  # one that the request names
-@example([A, B, AB, *[A] * 9], 3, ("bab",), (), [], False)  # a stop string
-@example([B, AB, *[C] * 10], 9, ("bab",), (), [2], False)  # aborted with the token that completes it
-@example([C, B, A, AB, *[C] * 8], 9, ("bab",), (), [3], False)  # interrupted within it
-@example([C, B, A, B, *[C] * 8], 9, ("bab",), (), [3], True)
+@example([A, A, EOS, *[A] * 9], 3, (), (), [], False, False)  # the end token is the last that there may be
+@example([A, A, ALSO, *[A] * 9], 3, (), (), [], True, False)  # another end token
+@example([A, A, EOS, *[A] * 9], 3, (), (ASKED,), [], False, True)  # it ends nothing there
+@example([A, A, C, *[A] * 9], 3, (), (ASKED,), [], False, False)  # one that the request names
+@example([A, B, AB, *[A] * 9], 3, ("bab",), (), [], False, False)  # a stop string
+@example([B, AB, *[C] * 10], 9, ("bab",), (), [2], False, False)  # aborted with the token that completes it
+@example([C, B, A, AB, *[C] * 8], 9, ("bab",), (), [3], False, False)  # interrupted within it
+@example([C, B, A, B, *[C] * 8], 9, ("bab",), (), [3], True, False)
 def test_a_completion_ends_where_the_rule_says(
-    script: list[int], most: int, stops: tuple[str, ...], stop_ids: tuple[int, ...], aborts: list[int], stream: bool
+    script: list[int],
+    most: int,
+    stops: tuple[str, ...],
+    stop_ids: tuple[int, ...],
+    aborts: list[int],
+    stream: bool,
+    ignore_eos: bool,
 ) -> None:
-    request = GenerateRequest(PROMPT, most, stop=stops, stop_token_ids=stop_ids)
+    request = GenerateRequest(PROMPT, most, stop=stops, stop_token_ids=stop_ids, ignore_eos=ignore_eos)
     expected, reason = ideal(script, request)
 
     async def test() -> None:

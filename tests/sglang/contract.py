@@ -347,6 +347,37 @@ def an_update_interrupts_and_the_client_goes_on_with_the_new_weights(t: Target) 
         t.assert_cut(request.input_ids, result, version)
 
 
+def new_weights_wait_for_what_is_drained(t: Target) -> None:
+    """What was under way keeps its weights to its end; what comes meanwhile waits for the new ones."""
+    version, asked, waits = int(t.version), _many(t, 130), cycle(WAITS)
+    late = GenerateRequest(t.prompt(139), 8)
+
+    async def drain(client: InferenceClient) -> tuple[list[GenerateResult], GenerateResult, bool]:
+        work = asyncio.ensure_future(client.generate(asked))
+        await asyncio.to_thread(t.await_load, lambda running, _: running > 0 or work.done(), next(waits))
+        under_way = not work.done()
+        update = asyncio.ensure_future(client.update_weights(str(t.other), version + 1))
+        await asyncio.sleep(0)  # the update has begun
+        [[result], _] = await asyncio.gather(client.generate([late]), update)
+        assert work.done()
+        return await work, result, under_way
+
+    def drained() -> tuple[list[GenerateResult], GenerateResult] | None:
+        try:
+            with t.client("drain") as run:
+                results, result, under_way = run(drain)
+        finally:
+            assert t.update(t.folder, version).json()["success"]
+        return (results, result) if under_way else None
+
+    before, after = wait_until(drained, "new weights that come before the end")
+    assert all(set(result.versions) == {version} and result.segments == 1 for result in before)
+    for request, result in list(zip(asked, before, strict=True))[:4]:
+        t.assert_logprobs(request.input_ids, result.output_ids, result.logprobs, 1.0)
+    t.assert_cut(late.input_ids, after, version)
+    assert set(after.versions) == {version + 1}
+
+
 def a_pause_interrupts_and_the_client_goes_on_afterwards(t: Target) -> None:
     asked, waits, ended = _many(t, 100), cycle(WAITS), list[bool]()
 
@@ -444,6 +475,7 @@ CASES = (
     new_weights_have_their_version_and_their_logprobs,
     weights_that_are_not_there_change_nothing,
     an_update_interrupts_and_the_client_goes_on_with_the_new_weights,
+    new_weights_wait_for_what_is_drained,
     a_pause_interrupts_and_the_client_goes_on_afterwards,
     requests_paused_in_place_are_held,
     tokens_over_an_older_cache_say_so_and_have_the_logprobs_of_the_mixture,

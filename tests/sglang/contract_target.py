@@ -20,6 +20,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateResult, InferenceClient
+from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
 Json = dict[str, Any]
@@ -98,11 +99,14 @@ class Target:
         return self.post("/update_weights_from_disk", body)
 
     @contextmanager
-    def client(self) -> Iterator[Callable[[Callable[[InferenceClient], Any]], Any]]:
+    def client(
+        self, interruption: Interruption | None = None
+    ) -> Iterator[Callable[[Callable[[InferenceClient], Any]], Any]]:
         """Runs a coroutine function of the product's own client."""
 
         async def call(work: Callable[[InferenceClient], Any]) -> Any:
-            client = InferenceClient([self.url], Access(self.token), Inference(max_concurrent_requests=256))
+            settings = Inference(max_concurrent_requests=256)
+            client = InferenceClient([self.url], Access(self.token), settings, interruption=interruption)
             try:
                 return await asyncio.wait_for(work(client), 3 * LIMIT)
             finally:

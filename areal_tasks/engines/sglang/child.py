@@ -9,12 +9,15 @@ receives the token. (Its processes import this module again when they start, so 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from functools import wraps
+from time import monotonic
 from typing import Any
 
 GUARD = "AREAL_GUARD_PID"
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -88,11 +91,13 @@ def abort_quickly(manager: Any, seconds: float = 0.02) -> None:
     async def paused(self: Any, order: Any) -> None:
         """`pause_generation` after all requests have been aborted."""
         if order.mode == "abort":
+            begun = monotonic()
             self.is_pause = True  # new requests wait
             self.abort_request(abort_all=True)
             while await self.model_update_lock.is_locked():
                 await asyncio.sleep(seconds)
                 self.abort_request(abort_all=True)
+            log.info("All requests aborted, seconds: %.3f", monotonic() - begun)
         await pause(self, order)  # finds nothing in flight then
 
     manager.pause_generation = paused
