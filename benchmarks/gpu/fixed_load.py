@@ -42,6 +42,7 @@ Result = dict[str, Any]
 Commit = dict[str, Any]
 
 FULL_PREFILL: Final = 4096  # tokens
+SOME_ABORTED: Final = 0.02  # seconds: the first poll for their end comes later; without requests it is none
 STANDSTILL_SECONDS: Final = 60.0  # without any stage: a restart; a start of the services on GPUs takes longer
 
 QUERIES: Final = {
@@ -87,8 +88,9 @@ def decoding(said: str) -> list[tuple[int, int, float]]:
 
 
 def aborts(said: str) -> list[float]:
-    """Seconds until all requests had ended, of each abort (`engines/sglang/child.py` logs them)."""
-    return [float(seconds) for seconds in re.findall(r"All requests aborted, seconds: ([\d.]+)", said)]
+    """Seconds until all requests had ended, of each abort of any (`engines/sglang/child.py` logs them)."""
+    found = map(float, re.findall(r"All requests aborted, seconds: ([\d.]+)", said))
+    return [seconds for seconds in found if seconds >= SOME_ABORTED]
 
 
 def prefill_rates(said: str) -> list[float]:
@@ -324,9 +326,14 @@ def times_of(result: Result) -> Times:
         train_fixed=(sum(each.values()) - sum(waited[k] for k in each) - busy) / len(each) - alone,
         publish=publish,
         publish_waits=layout.eta == 0,
-        abort=statistics.median(result.get("aborts") or [Times.abort]),
-        prefill_rate=statistics.median(result.get("prefill_rates") or [Times.prefill_rate]),
+        **(interruptions(result) if layout.mode == "abort" else {}),
     )
+
+
+def interruptions(result: Result) -> dict[str, float]:
+    """What aborts take, and the prefills after them; where the run's log was not read for them, as assumed."""
+    measured = {"abort": result.get("aborts"), "prefill_rate": result.get("prefill_rates")}
+    return {name: statistics.median(found) for name, found in measured.items() if found}
 
 
 def seconds_of(result: Result, stage: str) -> dict[int, float]:

@@ -54,7 +54,7 @@ class Shape:
             num_key_value_heads=self.kv_heads,
             intermediate_size=self.intermediate,
             vocab_size=self.vocabulary,
-            max_position_embeddings=8192,
+            max_position_embeddings=16384,
             rms_norm_eps=1e-5,
             rope_parameters={"rope_type": "default", "rope_theta": self.theta},
             tie_word_embeddings=True,
@@ -156,7 +156,7 @@ def write_tokenizer(folder: Path, learnt: Tokenizer, vocabulary: int) -> None:
     named = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[0], "unk_token": SPECIAL[0], "pad_token": SPECIAL[2]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 8192,
+        "model_max_length": 16384,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT,
     }
