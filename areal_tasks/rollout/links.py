@@ -96,6 +96,10 @@ class Assignments:
         """How many groups a worker generates or verifies."""
         return self._counts[link, "generating"] + self._counts[link, "verifying"]
 
+    def held(self, link: Link) -> int:
+        """How many finished groups a worker has in memory."""
+        return self._counts[link, "held"]
+
     def in_blocks(self, groups: Iterable[int], links: Sequence[Link], size: int) -> dict[Link, list[int]]:
         """The groups that each of these workers is to begin, such that an iteration's groups are in few parts.
 
@@ -176,6 +180,13 @@ class Links(Followers):
     def ready(self) -> list[Link]:
         """Links to workers that may be given groups, or write them."""
         return [link for link in self.by_start.values() if link.ready and not link.leaving]
+
+    def with_room(self, assigned: Assignments, most: int) -> list[Link]:
+        """Links to workers that may be given groups: those that hold fewer than `most` finished ones, or none.
+
+        A worker with so many writes them at once, and has room again.
+        """
+        return [link for link in self.ready() if assigned.held(link) < max(most, 1)]
 
     def left(self, assigned: Assignments) -> list[Link]:
         """Links to workers that are leaving, to be restarted, and have no groups left."""

@@ -359,10 +359,10 @@ class Rollouts:
         self._news.set()
 
     def begin(self) -> None:
-        """Lease as many groups as the rule admits; none while workers start, or while `held` and no stage waits."""
+        """Lease what the rule admits to workers with room; none while workers start, or `held` and no stage waits."""
         for link in self.links.left(self._assigned):
             self._background.do(link.end())
-        links, held = self.links.ready(), self.held.is_set()
+        links, held = self.links.with_room(self._assigned, self.limits.groups_in_memory), self.held.is_set()
         if (version := self.client.version) is None or self._failure is not None or self.links.starting or not links:
             return
         if held and not self._taking:

@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from near import some_store
+from stage_driver import tiny
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
 from waiting import until
 
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.links import Assignments
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
+from areal_tasks.rollout.prompts import evaluation_rollout
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.suspects import Suspects
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.spool import StartClosed, read_start
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 
@@ -174,6 +177,48 @@ def test_a_worker_keeps_no_more_finished_groups_in_memory_than_it_may(local_stor
 
     go(work())
     assert len(at(local_store, owner=2).recover(SettledGroups())[0]) >= 4 * BATCH - 2
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("eta", [0, 3])
+def test_a_worker_that_holds_as_many_finished_groups_as_it_may_gets_no_more(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, eta: int, most: int
+) -> None:
+    """While the store is away. Once it is back the run goes on, and takes each group once."""
+    monkeypatch.setattr("areal_tasks.rollout.background.RETRY_SECONDS", 0.001)
+    create, refused = LocalBackend.create, list[str]()
+
+    def away(backend: LocalBackend, path: str, content: bytes) -> None:
+        refused.append(path)
+        raise StoreError("away")
+
+    async def work() -> None:
+        scene = Scene(capacity=2)
+        found = rollouts(scene, local_store, eta, flush_seconds=3600.0, groups_in_memory=most)
+        monkeypatch.setattr(LocalBackend, "create", away)
+        await found.use_workers({("0", 0)})
+        await until(lambda: len(refused) > 20)
+        held = found.near().groups.finished
+        assert max(most, 1) <= len(held) == len(scene.begun) < max(most, 1) + scene.capacity
+        monkeypatch.setattr(LocalBackend, "create", create)
+        for scene.version in range(4):
+            taken = await found.groups()
+            assert taken == list(range(scene.version * BATCH, (scene.version + 1) * BATCH))
+            found.consume(taken)
+        assert max(Counter(scene.begun).values()) == 1
+
+    go(work())
+
+
+def test_finished_groups_of_an_evaluation_stay_in_memory_however_many_they_are() -> None:
+    async def work() -> None:
+        found = rollouts(Scene(capacity=1), some_store())
+        found.limits = evaluation_rollout(tiny(rollout={"groups_in_memory": 1}))
+        await found.use_workers({("0", 0)})
+        found.near().groups.spools = False
+        assert await found.groups() == [0, 1, 2, 3]
+
+    go(work())
 
 
 def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:

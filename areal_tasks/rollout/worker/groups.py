@@ -176,7 +176,7 @@ class Groups:
         held = Held(lease.index, oldest_version(samples, lease.floor), samples)
         self.finished[lease.number] = held
         self.report(orders.Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
-        full = self.leaving or len(self.finished) > self.limits.groups_in_memory
+        full = self.leaving or len(self.finished) >= self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
     async def _attempt(self, lease: orders.Lease) -> tuple[list[Sample], str]:
