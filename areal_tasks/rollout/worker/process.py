@@ -32,7 +32,8 @@ from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import load_function
-from areal_tasks.rollout.judging import Judge, judged_with
+from areal_tasks.rollout.judging import Judge
+from areal_tasks.rollout.made_with import judged_with
 from areal_tasks.rollout.orders import (
     STATUSES,
     Begin,
