@@ -57,5 +57,6 @@ def with_restarts(work: Callable[[RestartBudget], T]) -> T:
             return work(budget)
         except RESTARTED_AFTER as error:
             seconds = budget.pause(error)
-            get_run_logger().warning("%s Trying again in %g s.", error, seconds)
+            again = "%s Trying again in %g s, for at most %g s without a commit."
+            get_run_logger().warning(again, error, seconds, WAIT_SECONDS)
             time.sleep(seconds)

@@ -104,12 +104,12 @@ STARTS: Final = pa.schema(  # one row per start of the run's flow
 SPOOL: Final = pa.schema(  # one row per group in the spool, by its last record
     [
         ("group_id", pa.int64()),
-        ("state", pa.string()),  # waiting, consumed, rejected
+        ("state", pa.string()),  # waiting, consumed, rejected, dropped
         ("version", pa.int32()),  # of the weights that sampled its oldest token; null for rejected groups
         ("lag", pa.int32()),  # of waiting groups: versions between that and the newest committed weights
         ("samples", pa.int32()),
         ("tokens", pa.int64()),  # generated tokens
-        ("reason", pa.string()),  # of rejected groups: `failed` or the filter's name, a colon, and details
+        ("reason", pa.string()),  # of rejected groups: `failed` or the filter's name, a colon, and more; of dropped
         ("reward", pa.float64()),  # mean of a rejected group, if a filter computed it
         ("start", pa.int32()),
         ("record", pa.int32()),

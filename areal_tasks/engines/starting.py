@@ -19,6 +19,8 @@ TRAINER: Final = "trainer"
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 WORKER: Final = "areal_tasks.rollout.worker"
+#: What ends the wait for a service that no machine runs yet.
+NO_MACHINE: Final = "none until a machine runs it, then launcher.startup_seconds"
 
 
 def trainer_names(recipe: Recipe) -> list[str]:
@@ -68,7 +70,9 @@ def ready(
     """The addresses of these services, once they have started; one that has ended is restarted, on `weights`."""
 
     def starting() -> dict[str, Heartbeat]:
-        return {name: Heartbeat(None, what) for name, what in supervisor.starting(names).items()}
+        waiting = {name for name in names if supervisor.services[name].handle.waiting()}
+        found = supervisor.starting(names).items()
+        return {name: Heartbeat(None, what, NO_MACHINE if name in waiting else "") for name, what in found}
 
     with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)

@@ -33,12 +33,14 @@ STORE_LIMIT: Final = "S3: 30 s for an answer, some attempts; a disk: none"
 class Heartbeat:
     """The result of polling a service: a value that changes with its progress (None: no answer), and its description.
 
-    `limit`: what ends the wait for the service; empty: the watchdog ends it if it hangs.
+    `limit`: what ends the wait for the service; empty: the watchdog ends it if it hangs. `work_limit`: what else ends
+    what such a service works on, however well it answers.
     """
 
     progress: object
     says: str
     limit: str = ""
+    work_limit: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,19 @@ Poll = Callable[[], Mapping[str, Heartbeat]]
 class _Silence:
     """A service that the run waits for: its last heartbeat, since when, and after how many seconds to warn.
 
-    `limit` is as in `Heartbeat`.
+    The other fields are as in the last `Heartbeat`.
     """
 
     progress: object
     since: float
     warn_after: float
-    limit: str
+    limit: str = ""
+    work_limit: str = ""
     says: str = ""
+
+    def ended_by(self, hung: str) -> str:
+        """What ends the wait, where `hung` is what ends a service that hangs."""
+        return self.limit or "; ".join(filter(None, [hung, self.work_limit]))
 
 
 @dataclass(eq=False)
@@ -133,10 +140,11 @@ class Watchdog:
         """
         now, waits = self.clock(), list(self._waits.values())
         hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
+        hung = hung if self.settings.type != "inline" else "none for a thread (launcher.type inline)"
         found = [
             *(Waited("the store", one.what, now - one.since, STORE_LIMIT) for one in self._ledger.in_flight()),
             *(
-                Waited(name, wait.what, now - wait.since, silence.limit or hung, silence.says)
+                Waited(name, wait.what, now - wait.since, silence.ended_by(hung), silence.says)
                 for wait in waits
                 for name, silence in list(wait.silences.items())
             ),
@@ -173,11 +181,10 @@ class Watchdog:
         now, known = self.clock(), wait.silences.get(name)
         if known is None:  # a service without a heartbeat may have been silent since the wait began
             since = wait.since if heartbeat.progress is None else now
-            limit = heartbeat.limit or wait.limit
-            known = wait.silences[name] = _Silence(heartbeat.progress, since, self.settings.warn_seconds, limit)
+            known = wait.silences[name] = _Silence(heartbeat.progress, since, self.settings.warn_seconds)
         elif heartbeat.progress is not None and heartbeat.progress != known.progress:
             known.progress, known.since, known.warn_after = heartbeat.progress, now, self.settings.warn_seconds
-        known.says = heartbeat.says
+        known.says, known.limit, known.work_limit = heartbeat.says, heartbeat.limit or wait.limit, heartbeat.work_limit
         self._act(wait, name, heartbeat, known, now - known.since)
 
     def _act(self, wait: _Wait, name: str, heartbeat: Heartbeat, known: _Silence, silent: float) -> None:

@@ -11,15 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import Function, rejection, rejection_by
-from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.parallel import in_background
 from areal_tasks.workflows import Sample
 from schemas.recipe.filters import Filters
-from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.tables import JUDGED
 
 
@@ -90,11 +87,6 @@ def row_of(sample: Sample) -> Row:
 def verdicts_of(samples: Sequence[Sample]) -> list[VerifyResult]:
     """The verdicts of a group's samples; none if it was not verified."""
     return [sample.verdict for sample in samples if sample.verdict is not None]
-
-
-def judged_with(recipe: RlhfRecipe | EvaluateRecipe) -> str:
-    """Digest of the settings that a verdict depends on, and of the verifier's version."""
-    return digest_json([recipe_values(recipe, ["reward"]), verifier_version(recipe.reward.verifier)])
 
 
 def judged_table(samples: Sequence[Sample]) -> pa.Table:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import STATUSES, Known, Lease, LeaseOver, News, Orders, Part, Written
+from areal_tasks.rollout.orders import STATUSES, Busy, Known, Lease, LeaseOver, News, Orders, Part, Written
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
@@ -40,7 +40,7 @@ class Link:
         self.url = url
         self.ready = False  # the worker may be given groups
         self.tried = False  # it has been ready, or has failed to become ready
-        self.busy: dict[str, int] = {}  # its requests in flight, by server address, at the last heartbeat
+        self.busy = Busy(requests={})  # at the last heartbeat
         self.leaving = False  # it gets no more groups, and ends when it has none
         self.retired = False  # the same, and it is stopped for good
         self.explained = False  # its end does not count as a failure: it was asked to end, or had groups in flight
@@ -80,12 +80,12 @@ class Link:
 
     async def requests(self) -> dict[str, int]:
         """The worker's requests in flight, by server address."""
-        return await self._tell("busy") or {}
+        return (await self._busy() or Busy(requests={})).requests
 
     async def heartbeat(self) -> object:
         """A new object if the worker answers; None otherwise."""
         with suppress(TimeoutError):
-            if (busy := await asyncio.wait_for(self._tell("busy"), HEARTBEAT_SECONDS)) is not None:
+            if (busy := await asyncio.wait_for(self._busy(), HEARTBEAT_SECONDS)) is not None:
                 self.busy = busy
                 return object()
         return None
@@ -167,6 +167,10 @@ class Link:
             orders = Orders(begin=tuple(self._begin), forget=tuple(self._forget))
             self._begin, self._forget = [], []
             await self._ask("orders", orders)
+
+    async def _busy(self) -> Busy | None:
+        found = await self._tell("busy")
+        return None if found is None else Busy.model_validate(found)
 
     async def _tell(self, what: str) -> Any:
         """The worker's answer; None if it does not answer, or has no orders."""

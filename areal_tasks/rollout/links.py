@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
-from typing import Literal
+from typing import Final, Literal, get_args
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.sharing import Followers, Serving
@@ -15,7 +16,12 @@ from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.orders import Lease, Part
+from areal_tasks.store.backend import StoreError
 from schemas.manifest import SpoolRecord
+from schemas.recipe.sections import Rollout
+
+#: How long an iteration waits while no group can begin because the store takes no finished ones.
+FULL_SECONDS: Final = 600.0
 
 #: The records of the spool that hold the rows of these groups.
 Records = Callable[[Sequence[int]], Sequence[SpoolRecord]]
@@ -95,6 +101,26 @@ class Assignments:
     def running(self, link: Link) -> int:
         """How many groups a worker generates or verifies."""
         return self._counts[link, "generating"] + self._counts[link, "verifying"]
+
+    def describe(self, link: Link) -> str:
+        """`groups: 3 generating, 2 held`."""
+        counts = ((self._counts[link, state], state) for state in get_args(State))
+        return f"groups: {', '.join(f'{n} {state}' for n, state in counts if n) or 'none'}"
+
+    def work_limit(self, link: Link, limits: Rollout) -> str:
+        """What ends the work on a worker's groups, however well the worker itself answers."""
+        found = []
+        if self._counts[link, "generating"]:
+            found.append(f"{limits.group_seconds:g} s for each attempt at a group (group_seconds)")
+        if self._counts[link, "verifying"]:
+            found.append("reward.wall_seconds for each verdict")
+        if self.is_full(link, limits.groups_in_memory):
+            found.append(f"{FULL_SECONDS:g} s until the store takes finished groups")
+        return "; ".join(found)
+
+    def is_full(self, link: Link, most: int) -> bool:
+        """Whether a worker holds `most` finished groups, and one at least: it writes them before it gets others."""
+        return self._counts[link, "held"] >= max(most, 1)
 
     def in_blocks(self, groups: Iterable[int], links: Sequence[Link], size: int) -> dict[Link, list[int]]:
         """The groups that each of these workers is to begin, such that an iteration's groups are in few parts.
@@ -177,6 +203,10 @@ class Links(Followers):
         """Links to workers that may be given groups, or write them."""
         return [link for link in self.by_start.values() if link.ready and not link.leaving]
 
+    def with_room(self, assigned: Assignments, most: int) -> list[Link]:
+        """Links to workers that may be given groups: those that do not hold `most` finished ones."""
+        return [link for link in self.ready() if not assigned.is_full(link, most)]
+
     def left(self, assigned: Assignments) -> list[Link]:
         """Links to workers that are leaving, to be restarted, and have no groups left."""
         leaving = (link for link in self.by_start.values() if link.ready and link.leaving and not link.retired)
@@ -187,14 +217,34 @@ class Links(Followers):
         """Whether a worker is still starting: it has neither become ready nor failed to."""
         return any(not link.tried for link in self.by_start.values())
 
-    async def heartbeats(self, assigned: Assignments) -> dict[str, Heartbeat]:
+    async def heartbeats(self, assigned: Assignments, limits: Rollout) -> dict[str, Heartbeat]:
         """The workers' heartbeats by address: an answer is one, whatever the progress of the worker's groups."""
         links = list(self.by_start.values())
         found = await asyncio.gather(*(link.heartbeat() for link in links))
         return {
-            link.url: Heartbeat(heartbeat, f"{len(assigned.of(link))} groups")
+            link.url: Heartbeat(
+                heartbeat,
+                "; ".join(filter(None, [assigned.describe(link), link.busy.store])),
+                work_limit=assigned.work_limit(link, limits),
+            )
             for link, heartbeat in zip(links, found, strict=True)
         }
+
+    def check_room(self, assigned: Assignments, most: int, since: float) -> float:
+        """`since`, the time of the last check that found a group under way, or room for one; now, if this one does.
+
+        StoreError if that is `FULL_SECONDS` ago: the store takes no finished groups.
+        """
+        ready, now = self.ready(), time.monotonic()
+        if not all(assigned.is_full(link, most) and not assigned.running(link) for link in ready) or not ready:
+            return now
+        if now - since < FULL_SECONDS:
+            return since
+        why = "; ".join({link.busy.store for link in ready if link.busy.store}) or "their logs say why"
+        raise StoreError(
+            f"the rollout workers hold as many finished groups as they may (rollout.groups_in_memory = {most}), and "
+            f"could not write them for {FULL_SECONDS:g} s: {why}"
+        )
 
     def changed(self) -> None:
         """Send the workers the servers that may generate, without waiting for the acknowledgements."""
@@ -215,4 +265,4 @@ class Links(Followers):
 
     def under_way(self) -> Mapping[str, int]:
         """The same, as of the workers' last heartbeats."""
-        return sum((Counter(link.busy) for link in self.by_start.values()), Counter[str]())
+        return sum((Counter(link.busy.requests) for link in self.by_start.values()), Counter[str]())

@@ -38,7 +38,7 @@ class Begin(Record):
     tokenizer: str = Field(description="the fast tokenizer as JSON; empty: it is read from the files of `model`")
     server_token: str = Field(description="for requests to the inference servers")
     server_authority: str = Field("", description="see `Access.authority`")
-    patience_seconds: float | None = Field(description="wait while no server is healthy; None: without limit")
+    patience_seconds: float | None = Field(description="wait while no server is healthy; None: `NO_SERVER_SECONDS`")
     serving: Serving
 
 
@@ -142,6 +142,13 @@ class News(Record):
     """The events after the last one that the flow has received."""
 
     events: tuple[Event, ...]
+
+
+class Busy(Record):
+    """What a worker is at, besides its groups. `store`: what the store keeps it waiting for; empty: nothing."""
+
+    requests: dict[str, int] = Field(description="in flight, by server address")
+    store: str = ""
 
 
 class Part(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import pyarrow as pa
@@ -39,6 +40,7 @@ def evaluation_rollout(recipe: RlhfRecipe | EvaluateRecipe) -> Rollout:
             "max_failed_groups": 0,
             "filters": Filters(),
             "pace": None,
+            "groups_in_memory": sys.maxsize,  # they stay in memory until they are taken
             "worker_memory_mb": 0,  # what a worker that ends has finished would be lost
         }
     )

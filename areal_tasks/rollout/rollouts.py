@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -38,6 +39,7 @@ from schemas.recipe.sections import Rollout
 
 log = logging.getLogger(__name__)
 
+CHECK_SECONDS: Final = 5.0  # between two checks, in a stage that waits for groups, whether workers have room
 #: What the stage that takes groups raises after an attempt at a group failed, unless the workflow is the cause.
 ERRORS: Final[Mapping[orders.Cause, Callable[[str], Exception]]] = {
     "servers": ServerDown, "verifiers": VerifiersFailed, "mistake": UserError,
@@ -87,6 +89,7 @@ class Rollouts:
             ServerDown: no server is healthy. The running groups begin again with the next call.
             VerifiersFailed: the verifiers have failed.
             UserError: the workflow raised it, or too many groups were rejected (`Rejections`).
+            StoreError: the store takes no groups.
         """
         if isinstance(self._failure, ServerDown):  # a server may be healthy again; other failures stay
             self._failure = None
@@ -108,13 +111,17 @@ class Rollouts:
 
     async def _chosen(self) -> list[int]:
         """The next iteration's groups, once the rule allows them and a worker can write them."""
+        since = time.monotonic()
         while (taken := self.tracker.take()) is None or not self.links.ready():
             if self._failure is not None:
                 raise self._failure
             if taken is None and self._is_idle():
                 raise RuntimeError(f"iteration {self.tracker.next} waits for groups, and none is being generated")
+            since = self.links.check_room(self._assigned, self.limits.groups_in_memory, since)
             self._news.clear()
+            timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._news.set)
             await self._news.wait()
+            timer.cancel()
         return taken
 
     def _is_idle(self) -> bool:
@@ -224,7 +231,7 @@ class Rollouts:
 
     async def heartbeats(self) -> dict[str, Heartbeat]:
         """The workers' heartbeats, by address."""
-        return await self.links.heartbeats(self._assigned)
+        return await self.links.heartbeats(self._assigned, self.limits)
 
     def backlog(self) -> Backlog:
         """How many groups are under way now, by worker. May be called from any thread."""
@@ -359,10 +366,10 @@ class Rollouts:
         self._news.set()
 
     def begin(self) -> None:
-        """Lease as many groups as the rule admits; none while workers start, or while `held` and no stage waits."""
+        """Lease what the rule admits to workers with room; none while workers start, or `held` and no stage waits."""
         for link in self.links.left(self._assigned):
             self._background.do(link.end())
-        links, held = self.links.ready(), self.held.is_set()
+        links, held = self.links.with_room(self._assigned, self.limits.groups_in_memory), self.held.is_set()
         if (version := self.client.version) is None or self._failure is not None or self.links.starting or not links:
             return
         if held and not self._taking:

@@ -17,13 +17,14 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import verdict_table
+from areal_tasks.rollout.made_with import ENGINE_FIELDS
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, evaluation_rollout
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.staleness import Staleness
-from areal_tasks.stages.generation import ENGINE_FIELDS, check_versions, in_loop, rollouts_of, sizes_of
+from areal_tasks.stages.generation import check_versions, in_loop, rollouts_of, sizes_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -21,8 +21,8 @@ from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.group_tracker import GroupTracker
-from areal_tasks.rollout.judging import judged_with
 from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.made_with import ENGINE_FIELDS, made_with
 from areal_tasks.rollout.orders import Begin
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.rollout.rollouts import Rollouts, recover
@@ -33,7 +33,6 @@ from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.stages.verify import check_failures
 from areal_tasks.store.backend import Store
-from areal_tasks.store.keys import digest_json, recipe_values
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import content_digest, read_table
 from schemas.errors import UserError
@@ -43,16 +42,6 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe
 from schemas.recipe.sections import Rollout as RolloutSettings
 
 log = logging.getLogger(__name__)
-
-ENGINE_FIELDS: Final = (
-    *("model.dtype", "model.max_length", "inference.engine", "inference.flags"),
-    *("inference.deterministic", "inference.slots"),
-)
-#: The fields that determine a group's content, unlike the number of groups and their staleness.
-GROUP_FIELDS: Final = (
-    *("rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "rollout.stop"),
-    *("workflow", *ENGINE_FIELDS),
-)
 
 
 def rollout(recipe: RlhfRecipe) -> Stage:
@@ -280,16 +269,6 @@ def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:
         "mean_tokens": tokens / max(samples, 1),
         "truncated": truncated / max(samples, 1),
     }
-
-
-def made_with(recipe: RlhfRecipe, prompts: str) -> str:
-    """Digest of what determines a group's content, except the weights; `prompts`: digest of that table.
-
-    If groups are judged, it covers what determines their verdicts and rejections, too.
-    """
-    judges = judges_groups(recipe, recipe.rollout)
-    judged = [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if judges else []
-    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *judged])
 
 
 def spooled_after(head: IterationCommit) -> Sequence[Place]:

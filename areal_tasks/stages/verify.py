@@ -12,7 +12,8 @@ import pyarrow as pa
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified_verdicts
 from areal_tasks.rewards.protocol import Row
-from areal_tasks.rollout.judging import judged_with, verdict_table
+from areal_tasks.rollout.judging import verdict_table
+from areal_tasks.rollout.made_with import judged_with
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.errors import UserError

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from areal_tasks.rollout.made_with import made_with
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog
@@ -22,9 +23,15 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.search import last_owner
 from areal_tasks.store.spool import read_spool
 from areal_tasks.store.waits import may_run
-from schemas.manifest import ENDINGS, LogRecord, OwnerRecord, RejectedGroup, Segment, SpooledGroup
+from schemas.errors import UserError
+from schemas.manifest import ENDINGS, IterationCommit, LogRecord, OwnerRecord, RejectedGroup, Segment, SpooledGroup
+from schemas.recipe.load import parse_recipe
+from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.recorded import read_recorded
 from schemas.views import LOG, SEGMENTS, SPOOL, STARTS
+
+#: Why a group that waits in the spool is not used.
+OTHER_SETTINGS: Final = "made with other settings: it begins again"
 
 
 def log_table(run: Run) -> pa.Table:
@@ -44,18 +51,38 @@ def segments_table(run: Run) -> pa.Table:
 def spool_table(run: Run) -> pa.Table:
     """The rows of the view `spool`: of this run, not of its parents, whose groups a child does not use."""
     rows: dict[int, dict[str, Any]] = {}
-    for record in read_spool(run.store, run.name):
+    records = read_spool(run.store, run.name)
+    for record in records:
         place = {"start": record.start, "record": record.n, "written": utc(record.provenance.committed)}
         groups: list[SpooledGroup | RejectedGroup] = [*record.finished, *record.rejected]
         rows |= {g.index: {"group_id": g.index} | g.model_dump(exclude={"index"}) | place for g in groups}
     head = run.head() if rows else None
-    settled, version = settled_after(head), head.weights.version if head else 0
-    complete = (row | _group_state(row, row["group_id"] in settled, version) for _, row in sorted(rows.items()))
+    settled, version, digest = settled_after(head), head.weights.version if head else 0, _made_with(run, head)
+    others = {record.start for record in records if record.kind == "opened" and digest not in ("", record.made_with)}
+    complete = (
+        row | _group_state(row, row["group_id"] in settled, version, row["start"] in others)
+        for _, row in sorted(rows.items())
+    )
     return pa.Table.from_pylist(list(complete), schema=SPOOL)
 
 
-def _group_state(row: dict[str, Any], settled: bool, version: int) -> dict[str, Any]:
-    """The state of a group; `version`: of the newest committed weights."""
+def _made_with(run: Run, head: IterationCommit | None) -> str:
+    """`SpoolRecord.made_with` of the groups that the run makes after `head`; empty if it cannot be told."""
+    prompts = next((ref for ref in head.stages if ref.stage == "prompts"), None) if head else None
+    if head is None or prompts is None:
+        return ""
+    try:
+        recipe = parse_recipe(run.recipe_at(head.iteration + 1), run.name)
+    except UserError:  # a later version's
+        return ""
+    assert isinstance(recipe, RlhfRecipe), "others have no spool"
+    return made_with(recipe, run.read_stage(prompts).tables["prompts"].digest)
+
+
+def _group_state(row: dict[str, Any], settled: bool, version: int, other: bool) -> dict[str, Any]:
+    """The state of a group; `version`: of the newest committed weights; `other`: it was made with other settings."""
+    if other and not settled:
+        return {"state": "dropped", "reason": OTHER_SETTINGS}
     if "reason" in row or settled:
         return {"state": "rejected" if "reason" in row else "consumed"}
     waited = utc(now()) - row["written"]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.rollout.link import Link, WorkerLost
-from areal_tasks.rollout.orders import Event, Lease, Orders, Part, Written
+from areal_tasks.rollout.orders import Busy, Event, Lease, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import Store, open_store
@@ -32,7 +32,7 @@ class Near:
     """What a `Link` is to the flow. `lose` is what it sees when the process is killed."""
 
     def __init__(self, url: str, flow: Rollouts, make: Callable[[Callable[[Event], None]], Groups]) -> None:
-        self.url, self.busy, self.start = url, dict[str, int](), None
+        self.url, self.busy, self.start = url, Busy(requests={}, store="full"), None
         self._flow, self._loop = flow, asyncio.get_running_loop()
         self.groups = make(lambda event: self._soon(self._tell, event))
         self.gone, self.ready, self.tried, self.explained, self.leaving = False, False, False, False, False

@@ -21,10 +21,10 @@ from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import kind_of, load_function, rejection, rejection_by
 from areal_tasks.rollout.judging import Judge, VerifiersFailed, judged_table, row_of
+from areal_tasks.rollout.made_with import made_with
 from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import spooled_rows
-from areal_tasks.stages.generation import made_with
 from areal_tasks.stages.graphs import stages
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.keys import recipe_values

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,11 +14,16 @@ from waiting import LIMIT
 
 from areal_tasks.engines import workers
 from areal_tasks.engines.loop_thread import LoopThread
+from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.starting import evaluator_names, worker_names
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.engines.workers import Workers
 from areal_tasks.launchers.supervisor import Ready, Supervisor
+from areal_tasks.rollout.orders import Busy
+from areal_tasks.rollout.worker.groups import Groups
+from areal_tasks.rollout.worker.process import Worker
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.parallel import in_background
 from schemas.recipe.launcher import Launcher
 from schemas.recipe.load import parse_recipe
@@ -91,3 +98,13 @@ def test_heartbeats_are_asked_for_while_an_evaluation_ends(tmp_path: Path, monke
     loop.served = served
     assert served.heartbeats() == {}
     loop.stop()
+
+
+def test_a_worker_says_what_the_store_keeps_it_waiting_for(tmp_path: Path) -> None:
+    worker = Worker(cast(ServiceSpec, SimpleNamespace(store_url=tmp_path.as_uri())))
+    worker._groups = cast(Groups, SimpleNamespace(unwritten="the disk is full"))
+    with LEDGER.entry("read", "x.json"):
+        busy = asyncio.run(worker.busy())
+    assert busy.store.startswith("read x.json for 0 s; finished groups cannot be written: the disk is full")
+    worker._groups = None
+    assert asyncio.run(worker.busy()) == Busy(requests={})

@@ -75,8 +75,8 @@ class Attempt:
 class Servers:
     """The client of servers that hold `version`, and the workflow that generates on them."""
 
-    def __init__(self) -> None:
-        self.version, self.capacity = 0, 20
+    def __init__(self, capacity: int) -> None:
+        self.version, self.capacity = 0, capacity
         self.followers = Followers()
         self.serving: Any = None
         self.attempts: list[Attempt] = []
@@ -119,12 +119,17 @@ class Run(RuleBasedStateMachine):
         batches=st.lists(st.integers(1, 3), min_size=1, max_size=5),
         workers=st.integers(1, 3),
         pace=st.none() | st.integers(0, 4),
-        flush_seconds=st.sampled_from([0.0, 3600.0]),
+        limits=st.fixed_dictionaries(
+            {"flush_seconds": st.sampled_from([0.0, 3600.0]), "groups_in_memory": st.sampled_from([0, 1, 2, 1024])}
+        ),
+        capacity=st.sampled_from([1, 20]),
     )
-    def begin(self, eta: int, batches: list[int], workers: int, pace: int | None, flush_seconds: float) -> None:
+    def begin(
+        self, eta: int, batches: list[int], workers: int, pace: int | None, limits: dict[str, Any], capacity: int
+    ) -> None:
         self.pace = pace
-        self.limits = Rollout(group_attempts=2, max_failed_groups=10_000, flush_seconds=flush_seconds)
-        self.batches, self.store, self.servers = batches, some_store(), Servers()
+        self.limits = Rollout(group_attempts=2, max_failed_groups=10_000, **limits)
+        self.batches, self.store, self.servers = batches, some_store(), Servers(capacity)
         self.consumed: dict[int, tuple[int, int]] = {}
         self.returned: dict[int, int] = {}  # version, by the number of the attempt
         self.commit, self.trained, self.zombies, self.owners = Commit(), 0, list[Near](), count(1)

@@ -11,17 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from near import some_store
+from stage_driver import tiny
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
 from waiting import until
 
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.links import Assignments
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
+from areal_tasks.rollout.prompts import evaluation_rollout
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.suspects import Suspects
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.spool import StartClosed, read_start
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
+from schemas.recipe.sections import Rollout
 
 
 @pytest.fixture
@@ -174,6 +178,86 @@ def test_a_worker_keeps_no_more_finished_groups_in_memory_than_it_may(local_stor
 
     go(work())
     assert len(at(local_store, owner=2).recover(SettledGroups())[0]) >= 4 * BATCH - 2
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("eta", [0, 3])
+def test_a_worker_that_holds_as_many_finished_groups_as_it_may_gets_no_more(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, eta: int, most: int
+) -> None:
+    """While the store is away. Once it is back the run goes on, and takes each group once."""
+    monkeypatch.setattr("areal_tasks.rollout.background.RETRY_SECONDS", 0.001)
+    create, refused = LocalBackend.create, list[str]()
+
+    def away(backend: LocalBackend, path: str, content: bytes) -> None:
+        refused.append(path)
+        raise StoreError("away")
+
+    async def work() -> None:
+        scene = Scene(capacity=2)
+        found = rollouts(scene, local_store, eta, flush_seconds=3600.0, groups_in_memory=most)
+        monkeypatch.setattr(LocalBackend, "create", away)
+        await found.use_workers({("0", 0)})
+        await until(lambda: len(refused) > 20)
+        held = found.near().groups.finished
+        assert max(most, 1) <= len(held) == len(scene.begun) < max(most, 1) + scene.capacity
+        monkeypatch.setattr(LocalBackend, "create", create)
+        for scene.version in range(4):
+            taken = await found.groups()
+            assert taken == list(range(scene.version * BATCH, (scene.version + 1) * BATCH))
+            found.consume(taken)
+        assert max(Counter(scene.begun).values()) == 1
+
+    go(work())
+
+
+def test_an_iteration_does_not_wait_for_ever_for_a_store_that_takes_no_groups(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_tasks.rollout.rollouts.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("areal_tasks.rollout.links.FULL_SECONDS", 0.1)
+
+    async def work() -> None:
+        found = rollouts(Scene(capacity=1), local_store, flush_seconds=3600.0, groups_in_memory=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalBackend, "create", refuse)
+            with pytest.raises(StoreError, match=r"\(rollout.groups_in_memory = 2\), and could not write .*: full"):
+                await found.groups()
+        assert found.near().groups.unwritten == "refused"
+        await found.near().flush()
+        assert not found.near().groups.unwritten
+        assert await found.groups() == [0, 1, 2, 3]
+
+    go(work())
+
+
+def refuse(*_: object) -> None:
+    raise StoreError("refused")
+
+
+def test_what_ends_the_wait_for_a_worker_is_told_with_its_groups() -> None:
+    assigned, link, limits = Assignments(), cast(Link, Worker()), Rollout(group_seconds=60.0, groups_in_memory=2)
+    assert (assigned.describe(link), assigned.work_limit(link, limits)) == ("groups: none", "")
+    assigned.give(link, dict.fromkeys(range(4), 0), suspect=False)
+    assert assigned.work_limit(link, limits) == "60 s for each attempt at a group (group_seconds)"
+    for group in range(3):
+        assigned.enter(group, "verifying" if group else "held")
+    assert assigned.describe(link) == "groups: 1 generating, 2 verifying, 1 held"
+    assert assigned.work_limit(link, limits).endswith("; reward.wall_seconds for each verdict")
+    for group in range(4):
+        assigned.enter(group, "held")
+    assert assigned.work_limit(link, limits) == "600 s until the store takes finished groups"
+
+
+def test_finished_groups_of_an_evaluation_stay_in_memory_however_many_they_are() -> None:
+    async def work() -> None:
+        found = rollouts(Scene(capacity=1), some_store())
+        found.limits = evaluation_rollout(tiny(rollout={"groups_in_memory": 1}))
+        await found.use_workers({("0", 0)})
+        found.near().groups.spools = False
+        assert await found.groups() == [0, 1, 2, 3]
+
+    go(work())
 
 
 def test_what_is_said_of_a_lease_that_is_over_is_not_believed() -> None:

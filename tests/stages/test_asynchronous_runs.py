@@ -128,7 +128,7 @@ def die_ahead(folder: Path, name: str, recipe: Recipe, label: str) -> None:
     drive(folder, name, recipe, execute)
 
 
-def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path) -> None:
+def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the spool are found again in the tables of iterations, to the bit: they were not generated twice."""
     recipe = ahead(rollout={"flush_seconds": 0.0})
     start_marked(tmp_path, die_ahead, tmp_path, "killed", recipe, "train 1").wait()
@@ -140,6 +140,11 @@ def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path) -> None:
     rows = {
         row["sample_id"]: row for r in waiting for t in r.tables.values() for row in read_table(store, t).to_pylist()
     }
+    states = "SELECT DISTINCT state FROM spool WHERE group_id >= 8"
+    assert run_sql(store, "killed", states).to_pydict() == {"state": ["waiting"]}
+    with monkeypatch.context() as patch:
+        patch.setattr("areal_tasks.rollout.made_with.GROUP_FIELDS", ("workflow",))
+        assert run_sql(store, "killed", states).to_pydict() == {"state": ["dropped"]}
     run = drive(tmp_path, "killed", recipe)
     trained = [
         row

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flying_clock import SETTINGS, FlyingClock, poll_often
 from stage_driver import digests, drive, tiny
 from waiting import LIMIT
 
-from areal_tasks.engines import server, trainer_client
+from areal_tasks.engines import server, starting, trainer_client
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import THIS_PROCESS, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
@@ -136,10 +137,43 @@ def test_of_two_that_are_at_one_thing_that_whose_sign_names_another_end_is_left_
     assert [line.split()[0] for line in watchdog.ended] == ["stuck"]
 
 
+def test_what_else_ends_the_work_of_a_service_is_told_and_what_ends_a_wait_may_change() -> None:
+    watchdog, limit = Watched(), "none until a machine runs it"
+    with watchdog.waiting("work", lambda: {"a": Heartbeat(7, "", limit, "60 s for each group")}):
+        watchdog.for_seconds(10.0)
+        assert watchdog.waits(0.0)[0].limit == limit
+        limit = ""
+        watchdog.for_seconds(5.0)
+        hung = "no progress for 40 s (launcher.hang_seconds)"
+        assert watchdog.waits(0.0)[0].limit == f"{hung}; 60 s for each group"
+        watchdog.for_seconds(HANG)
+    assert watchdog.ended
+
+
+def test_a_service_has_no_time_to_start_in_before_a_machine_runs_it() -> None:
+    watchdog, limits, waiting = Watched(), list[str](), ["Resources", ""]
+
+    def wait(*_: object) -> list[str]:
+        while waiting:
+            watchdog.for_seconds(5.0)
+            limits.append(watchdog.waits(0.0)[0].limit)
+            waiting.pop(0)
+        return []
+
+    handle = SimpleNamespace(waiting=lambda: waiting[0])
+    services: Any = {"a": SimpleNamespace(handle=handle)}
+    supervisor: Any = SimpleNamespace(
+        services=services, starting=lambda names: dict.fromkeys(names, "its log"), wait=wait
+    )
+    starting.ready(supervisor, watchdog, ["a"])
+    assert limits == [starting.NO_MACHINE, "launcher.startup_seconds"]
+
+
 def test_threads_of_this_process_are_named_and_cannot_be_ended(caplog: pytest.LogCaptureFixture) -> None:
     watchdog = Watched(kind="inline")
     with watchdog.waiting("work", stuck):
         watchdog.for_seconds(2 * HANG)
+        assert watchdog.waits(0.0)[0].limit == "none for a thread (launcher.type inline)"
     assert caplog.messages and not watchdog.ended
 
 

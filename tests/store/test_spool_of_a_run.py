@@ -13,6 +13,7 @@ from store_builders import commit_stage, iteration_commit, manifest, recipe, tab
 
 from areal_tasks.engines.servers import Servers
 from areal_tasks.rollout.group_tracker import GroupTracker
+from areal_tasks.rollout.made_with import made_with
 from areal_tasks.rollout.orders import Failed
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
@@ -33,6 +34,7 @@ from areal_tasks.store.runs import Run, open_run
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import append_groups, close_start, open_start, read_spool
 from schemas.manifest import RejectedGroup, SpooledGroup
+from schemas.recipe.recipe import RlhfRecipe
 from schemas.tables import ROLLOUT
 
 AT_ONCE = RetentionRule(older_than=0.0)
@@ -202,6 +204,30 @@ def test_sql_shows_what_waits_how_long_and_how_stale(run: Run) -> None:
     ]
     query = "SELECT count(*) AS n FROM spool WHERE waiting_seconds >= 0 AND written <= now()::TIMESTAMP"
     assert run_sql(run.store, "run", query).to_pylist() == [{"n": 2}]
+
+
+def test_sql_says_which_groups_are_dropped_since_other_settings_made_them(local_store: Store) -> None:
+    """As the next start of the run finds it."""
+    run = open_run(local_store, "run", recipe())
+    prompts = commit_stage(local_store, manifest(local_store, "run", 0, "prompts", {"prompts": table("prompts")}))
+    made = made_with(cast(RlhfRecipe, recipe()), run.read_stage(prompts).tables["prompts"].digest)
+    spool(local_store, open_start(local_store, "run", 1, "other"), 1, 0, 1, 2, rejected=(3,))
+    spool(local_store, open_start(local_store, "run", 1, made), 1, 2, 4)
+    query = "SELECT group_id, state, lag, waiting_seconds >= 0 AS waits, reason FROM spool ORDER BY group_id"
+    states = [row["state"] for row in run_sql(local_store, "run", query).to_pylist()]
+    assert states == ["waiting", "waiting", "waiting", "rejected", "waiting"], "nothing is committed: it cannot be told"
+    rollout = commit_stage(local_store, manifest(local_store, "run", 0, "rollout", {"rollout": rows(0)}))
+    state = {"next_group": 1, "spool": [[0, 1]]}
+    run.commit_iteration(iteration_commit(run, 0, [prompts, rollout]).model_copy(update={"state": state}))
+    why = "made with other settings: it begins again"
+    assert [tuple(row.values()) for row in run_sql(local_store, "run", query).to_pylist()] == [
+        (0, "consumed", None, None, None),
+        (1, "dropped", None, None, why),
+        (2, "waiting", 1, True, None),
+        (3, "dropped", None, None, why),
+        (4, "waiting", 1, True, None),
+    ]
+    assert list(Spool(local_store, "run", 2, made).recover(settled_after(run.head()))[0]) == [2, 4]
 
 
 # ── children ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,6 +67,7 @@ class Groups:
     spools: bool = True  # else finished groups stay in memory
     finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
     leaving: bool = False  # finished groups are written at once
+    unwritten: str = ""  # why the last attempt to write finished groups failed; empty: it did not
     _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, by lease number
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -106,7 +107,13 @@ class Groups:
             if not waiting or not self.spools:
                 return
             groups = {held.index: (held.version, held.samples) for held in waiting.values()}
-            for record in await asyncio.to_thread(self.writer.write, groups):
+            try:
+                records = await asyncio.to_thread(self.writer.write, groups)
+            except StoreError as error:
+                self.unwritten = str(error)
+                raise
+            self.unwritten = ""
+            for record in records:
                 there = {group.index for group in record.finished}
                 numbers = tuple(n for n, held in waiting.items() if held.index in there and n in self.finished)
                 for number in numbers:
@@ -176,7 +183,7 @@ class Groups:
         held = Held(lease.index, oldest_version(samples, lease.floor), samples)
         self.finished[lease.number] = held
         self.report(orders.Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
-        full = self.leaving or len(self.finished) > self.limits.groups_in_memory
+        full = self.leaving or len(self.finished) >= self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
     async def _attempt(self, lease: orders.Lease) -> tuple[list[Sample], str]:

@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -32,10 +31,12 @@ from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import load_function
-from areal_tasks.rollout.judging import Judge, judged_with
+from areal_tasks.rollout.judging import Judge
+from areal_tasks.rollout.made_with import judged_with
 from areal_tasks.rollout.orders import (
     STATUSES,
     Begin,
+    Busy,
     Down,
     Event,
     Known,
@@ -57,6 +58,7 @@ from areal_tasks.rollout.spooling import Writer
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt, SingleTurn, load_workflow
 from schemas.manifest import WeightsRef
@@ -223,10 +225,14 @@ class Worker:
         assert self._client is not None
         await self._client.follow(serving)
 
-    async def busy(self) -> dict[str, int]:
-        """Requests in flight, by server address."""
+    async def busy(self) -> Busy:
+        """The worker's requests in flight, and what the store keeps it waiting for."""
         servers = self._client.servers if self._client is not None else []
-        return dict(Counter({server.url: server.requests for server in servers if server.requests}))
+        waits = [one.describe() for one in LEDGER.in_flight()[:1]]
+        if self._groups is not None and self._groups.unwritten:
+            waits.append(f"finished groups cannot be written: {self._groups.unwritten}")
+        requests = {server.url: server.requests for server in servers if server.requests}
+        return Busy(requests=requests, store="; ".join(waits))
 
     async def write(self, part: Part) -> Written:
         """Write a part of an iteration."""
