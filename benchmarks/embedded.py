@@ -55,9 +55,9 @@ class Case:
 CASES = (Case(4, 256, 32), Case(4, 256, 8), Case(4, 64, 32), Case(16, 256, 32), Case(16, 256, 8), Case(16, 64, 32))
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, max_length: int = MAX_LENGTH) -> Path:
     """The quickstart's model, without an end token: every completion has its full length."""
-    make_scratch(ScratchModel(), 1, MAX_LENGTH, folder)
+    make_scratch(ScratchModel(), 1, max_length, folder)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         settings = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(settings | {"eos_token_id": None, "eos_token": None}))

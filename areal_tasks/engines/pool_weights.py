@@ -1,6 +1,7 @@
 """The weights, pauses and memory of a run's inference servers.
 
-A server may generate when it is healthy and holds the target weights, unless another client holds it.
+A server may generate when it is healthy and holds the target weights, or waits for its turn to load them, unless
+another client holds it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class UpdatedPool(ServerPool):
 
     @property
     def version(self) -> int | None:
-        """The weights version that all generating servers hold, as far as known."""
+        """The weights version that all generating servers hold, as far as known; with a target the newest of them."""
         held = [server.version for server in self.servers if server.may_generate and server.version is not None]
-        return self.target.version if self.target else min(held, default=None)
+        return max(held, default=self.target.version) if self.target else min(held, default=None)
 
     def wants(self, key: str) -> bool:
         """Whether the weights of that name are the target."""
@@ -52,12 +53,16 @@ class UpdatedPool(ServerPool):
         loadable = self.target is not None and self.target.uri is not None
         return self._closed or (not loadable and not any(server.current for server in self.servers))
 
-    def _set_target(self, target: Target) -> None:
-        """Make these weights the target. No server generates before it has confirmed that it holds them."""
+    def _set_target(self, target: Target, in_turns: bool = False) -> None:
+        """Make these weights the target. No server generates before it has confirmed that it holds them.
+
+        With `in_turns`, those that hold older ones generate with them until they load the target.
+        """
         self.target = target
         self._versions_unknown = False
         for server in self.servers:
-            server.current = False
+            older = server.version is not None and server.version < target.version
+            server.older, server.current = in_turns and server.may_generate and older, False
         self._dispatch()
 
     async def holding(self, version: int, key: str, uri: str | None) -> None:
@@ -88,7 +93,7 @@ class UpdatedPool(ServerPool):
         Raises:
             ServerDown: no server is healthy.
         """
-        while not (free := [server for server in self.servers if server.may_generate and not server.paused]):
+        while not (free := [s for s in self.servers if s.may_generate and s.current and not s.paused]):
             await self._until(lambda: bool(self.healthy()))
             await asyncio.sleep(POLL_SECONDS)
         server, wanted = min(free, key=attrgetter("load")), self.wants(key)
@@ -130,19 +135,37 @@ class UpdatedPool(ServerPool):
     async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
         """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
 
-        Requests in flight continue with the new weights, or the weights wait for their end. Evicted servers load them
-        before they are admitted. `key`: the name for `wants`. SGLang fetches weights of a store while it generates.
+        Requests in flight continue with the new weights, or the weights wait for their end. If there may be any, at
+        most half of the servers (rounded up) load at a time, while the others generate with older weights. So they do
+        not all stop, nor all wait for one link to the store. Evicted servers load the weights before they are admitted.
+        `key`: the name for `wants`.
         """
         if not self.healthy():
             await self._all_probed()
-        if "://" in uri and self.settings.engine == "sglang":
-            await self.each(lambda server: server.fetch_weights(uri))
-        self._set_target(Target(version, key or uri, uri))
-        await self.followers.acknowledged()
-        seconds = await self.each(self._load)
+        self._set_target(Target(version, key or uri, uri), self._loading.in_turns)
+        servers, generates = len(self.healthy()), any(server.older for server in self.servers)
+        turns = asyncio.Semaphore(-(-servers // 2) if generates else servers)
+        loads = await self.each(partial(self._load_in_turn, turns))
+        seconds = [one for one in loads if one is not None]
         if not seconds:
             await self._until(lambda: any(server.may_generate for server in self.servers))
         return seconds
+
+    async def _load_in_turn(self, turns: asyncio.Semaphore, server: Server) -> float | None:
+        """`_load`, in the server's turn; None if it was evicted before, and loads the target in the background.
+
+        SGLang fetches weights of a store before it stops to generate.
+        """
+        async with turns:
+            if server.current or not server.healthy:
+                return None
+            assert self.target is not None and self.target.uri is not None
+            if "://" in self.target.uri and self.settings.engine == "sglang":
+                await server.fetch_weights(self.target.uri)
+            server.older = False
+            self._dispatch()
+            await self.followers.acknowledged()
+            return await self._load(server)
 
     async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
         """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
@@ -167,7 +190,7 @@ class UpdatedPool(ServerPool):
 
     async def _load(self, server: Server) -> float:
         """Have one server load the target and confirm it; returns the seconds this took."""
-        started, target, server.current = time.perf_counter(), self.target, False
+        started, target, server.current, server.older = time.perf_counter(), self.target, False, False
         assert target is not None
         if self._loading.drains:
             await server.drained(self.followers.busy)

@@ -67,6 +67,7 @@ class Target:
 class InFlight:
     """What happens to the requests in flight on a server that takes new weights."""
 
+    in_turns: bool  # servers load a share at a time, so that others generate
     drains: bool  # the weights wait until the requests have ended
     pause: str | None  # the mode in which generation is paused before, and continued after; None: it is not
     flags: dict[str, bool]  # of the command to load weights
@@ -81,7 +82,7 @@ def in_flight(mode: Interruption | None, continues: bool, sent: bool) -> InFligh
     keeps = mode == "in_place"
     pause = "in_place" if keeps else "abort" if mode == "abort" and sent else None
     ends = not (keeps or (mode == "abort" and continues))
-    return InFlight(mode == "drain", pause, {"flush_cache": not keeps, "abort_all_requests": ends})
+    return InFlight(mode is not None, mode == "drain", pause, {"flush_cache": not keeps, "abort_all_requests": ends})
 
 
 @dataclass(eq=False)
@@ -99,6 +100,7 @@ class Server:
     access: Access = field(default_factory=Access)
     seconds: float = 60.0  # timeout of a request or a command
     version: int | None = None  # the newest weights it is known to hold
+    older: bool = False  # it generates with older weights until its turn to load the target
     other_requests: int = 0  # requests of other clients in flight, as last reported
     failing_since: float | None = None  # the first failure since it last answered, by the pool's clock
     failures: int = 0  # since then
@@ -118,7 +120,7 @@ class Server:
     @property
     def may_generate(self) -> bool:
         """Whether it may generate."""
-        return self.healthy and self.current and not self.held
+        return self.healthy and (self.current or self.older) and not self.held
 
     @property
     def waits_for(self) -> str:
@@ -130,7 +132,7 @@ class Server:
             return "answers"
         if self.held:
             return "release"
-        return "weights" if self.paused or not self.current else ""
+        return "weights" if self.paused or not (self.current or self.older) else ""
 
     async def close(self) -> None:
         """Close all connections for good: requests in flight, and later ones, raise ServerDown."""

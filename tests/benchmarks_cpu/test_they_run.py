@@ -1,4 +1,4 @@
-"""The benchmarks of `make bench`, `scale` and `checkpoint`, at a tiny size: the tables and servers they use change."""
+"""Benchmarks for two cores, at a tiny size: the tables and servers they use change."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks import embedded, scale
 
 SCALE = ["--iterations=3", "--samples=64", "--token-iterations=1", "--workers=0"]
 CHECKPOINT = ["tiny", "--eager", "--rows=2", "--length=16", "--repeats=1", "--mb-per-second=10"]
+TURNS = ["--servers=2", "--publications=1", "--load-seconds=0.05", "--every=0.5"]
 
 
 def once(work: Callable[[], object], repeats: int = 1) -> scale.Cost:
@@ -26,6 +27,7 @@ def once(work: Callable[[], object], repeats: int = 1) -> scale.Cost:
         ("embedded", ["--rounds=2", "--threads=1"], "| 4 | 256 | 32 |"),
         ("scale", SCALE, "merging the whole run"),
         ("checkpoint", CHECKPOINT, "a step beside the write"),
+        ("weights_in_turns", TURNS, "2, shared, half at a time"),
         pytest.param(
             "overhead",
             ["--iterations=8"],
