@@ -29,18 +29,21 @@ from areal_tasks.rollout.staleness import Rule, Staleness
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds and rates of one model on one kind of GPU. The defaults: 1.5B on H200s, see `benchmarks/results`."""
+    """Seconds and rates of one model on one kind of GPU.
 
-    step: float = 0.0033  # of decoding, however few samples
-    step_per_sample: float = 6.6e-6
-    step_per_token: float = 0.0  # in the caches of the samples
-    prefill_rate: float = 175_000.0  # tokens per second that a server prefills
-    train_rate: float = 53_000.0  # tokens per second and GPU
-    train_fixed: float = 0.15  # seconds per iteration, whatever its tokens: commit, pure stages
-    publish: float = 0.2
+    The defaults are measured: 1.5B on two H100s (`gpu-h100-asynchrony-split-4.json`, aborts `…-split-4-abort-2.json`).
+    """
+
+    step: float = 0.0042  # of decoding, however few samples
+    step_per_sample: float = 1.35e-5
+    step_per_token: float = 7.0e-9  # in the caches of the samples
+    prefill_rate: float = 168_000.0  # tokens per second that a server prefills
+    train_rate: float = 40_500.0  # tokens per second and GPU
+    train_fixed: float = 0.16  # seconds per iteration, whatever its tokens: commit, pure stages
+    publish: float = 0.4
     publish_waits: bool = False  # the trainer, for the end of a publication
-    pause: float = 0.005  # in place: what the servers stand still
-    abort: float = 1.0  # until an abort is answered
+    pause: float = 0.1  # in place: what the servers stand still
+    abort: float = 0.52  # until all requests have ended
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.fixed_load table RESULT.json … [--baseline SECONDS]
     python -m benchmarks.gpu.fixed_load training RESULT.json …
     python -m benchmarks.gpu.fixed_load idle RESULT.json
-    python -m benchmarks.gpu.fixed_load simulate RESULT.json
+    python -m benchmarks.gpu.fixed_load simulate RESULT.json [--times-of OTHER.json]
 
 `benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits. The first one of
 each start of the run has none: a restart is no iteration's time. `table` leaves out the first η + 1 iterations of each
@@ -14,7 +14,7 @@ the ranks train, what memory they take, and how long a publication is. `idle` sa
 by iteration, and what saving has to do with it. `simulate` runs benchmarks/simulate.py with the times of a run's own
 steps and transfers, decoding by a line through what SGLang's log says, with the log's times of aborts and prefills
 where requests were aborted, compares each iteration before the first restart (which the simulation does not know), and
-tells what the same times give for other layouts.
+tells what the same times give for other layouts. `--times-of` predicts the run by the times of another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -353,9 +353,13 @@ def intervals(result: Result) -> dict[int, float]:
     return {k: times[k] - times[k - 1] for k in times.keys() - set(starts(result))}
 
 
-def simulate(result: Result) -> str:
-    """The run simulated, by iteration until it was restarted; what its times give for split GPUs over long runs."""
-    times, run, layout = times_of(result), result["run"], layout_of(result)
+def simulate(result: Result, source: Result) -> str:
+    """The run simulated with the times of `source`, by iteration until it was restarted.
+
+    Also what these times give for split GPUs over long runs.
+    """
+    run, layout = result["run"], layout_of(result)
+    times = replace(times_of(source), publish_waits=layout.eta == 0)
     sigma, longest = 0.0 if "-equal" in run else Load.sigma, result.get("longest", 8000)  # of the first recorded runs
     load = Load(longest=longest, prompt=64, iterations=result["iterations"], sigma=sigma)
     unbroken, half = starts(result)[1:] or [result["iterations"]], layout.gpus // 2
@@ -388,8 +392,10 @@ def main() -> None:
         several.add_argument("results", type=Path, nargs="+")
     without = "seconds of an iteration of shared-0, if no file has it"
     tables["table"].add_argument("--baseline", type=float, default=float("nan"), help=without)
-    for name in ("idle", "simulate"):
-        commands.add_parser(name).add_argument("result", type=Path)
+    single = {name: commands.add_parser(name) for name in ("idle", "simulate")}
+    for command in single.values():
+        command.add_argument("result", type=Path)
+    single["simulate"].add_argument("--times-of", type=Path, help="another result; default: the same")
     arguments = parser.parse_args()
     if arguments.command == "collect":
         write_json(arguments.result, collect(open_store(arguments.store), arguments.run, arguments.logs))
@@ -397,7 +403,11 @@ def main() -> None:
         results = [json.loads(file.read_text()) for file in arguments.results]
         print(training(results) if arguments.command == "training" else table(results, arguments.baseline))
     else:
-        print({"idle": idle, "simulate": simulate}[arguments.command](json.loads(arguments.result.read_text())))
+        result = json.loads(arguments.result.read_text())
+        if arguments.command == "idle":
+            print(idle(result))
+        else:
+            print(simulate(result, json.loads((arguments.times_of or arguments.result).read_text())))
 
 
 if __name__ == "__main__":
