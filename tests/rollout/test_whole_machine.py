@@ -1,8 +1,9 @@
 """A run's flow, workers, spool and commits as one state machine: any of them is killed between any two steps.
 
 All of it is what a run uses, but for HTTP, processes and the trainer: the group tracker, workers and their groups,
-filters, the spool in a real store, and what a commit says of them. Threads run what they are given at once, so that
-every interleaving is one of the machine's choices.
+filters, the spool in a real store, what a commit says of them, and which server a request goes to. Servers get new
+weights one by one, or are lost (`lagging.py`). Threads run what they are given at once, so that every interleaving is
+one of the machine's choices.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,12 +24,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lagging import TOKENS, LaggingServers
 from near import Here, Near, some_store
 from test_filters import judgement
-from test_rollouts import at, sample, writer
+from test_rollouts import at, writer
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.sharing import Followers
+from areal_tasks.engines.server import Server
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.group_tracker import GroupTracker
@@ -42,11 +45,12 @@ from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import Store
 from areal_tasks.store.shards import read_table
 from areal_tasks.store.spool import StartClosed, close_start, number_of_starts, read_spool
-from areal_tasks.workflows import Prompt, Sample, WorkflowContext
+from areal_tasks.workflows import Prompt, WorkflowContext
 from schemas.recipe.filters import Filters
 from schemas.recipe.sections import Rollout
 
 ENOUGH_TURNS = 50  # of the event loop, after which nothing happens by itself any more
+ENOUGH_STEPS = 1000  # for an iteration to end
 FILTERS = Filters(min_success=0.5, max_rejected=10_000)
 
 
@@ -62,43 +66,8 @@ class AtOnce(ThreadPoolExecutor):
         return done
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A group that a worker generates; `end` is set to what its workflow returns, or raises."""
-
-    group: int
-    number: int
-    floor: int
-    end: asyncio.Future[list[Sample]]
-
-
-class Servers:
-    """The client of servers that hold `version`, and the workflow that generates on them."""
-
-    def __init__(self, capacity: int) -> None:
-        self.version, self.capacity = 0, capacity
-        self.followers = Followers()
-        self.serving: Any = None
-        self.attempts: list[Attempt] = []
-
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
-        end = asyncio.get_running_loop().create_future()
-        floor = cast(Any, context.client)._floor
-        self.attempts.append(Attempt(prompt.group_id, len(self.attempts), floor, end))
-        return await end
-
-    def open(self) -> list[Attempt]:
-        return [attempt for attempt in self.attempts if not attempt.end.done()]
-
-
 async def verify(rows: Sequence[Row]) -> list[VerifyResult]:
     return [judgement(float(row.completion)) for row in rows]
-
-
-def finished(attempt: Attempt, version: int, reward: float) -> list[Sample]:
-    """What the workflow returns; the rows say which attempt made them."""
-    one = sample(attempt.group, version)
-    return [replace(one, completion=f"{reward}", input_ids=[1, attempt.number, attempt.group])]
 
 
 @dataclass
@@ -116,22 +85,33 @@ class Run(RuleBasedStateMachine):
 
     @initialize(
         eta=st.integers(0, 3),
-        batches=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+        batches=st.lists(st.integers(1, 3), min_size=1, max_size=8),
         workers=st.integers(1, 3),
         pace=st.none() | st.integers(0, 4),
         limits=st.fixed_dictionaries(
             {"flush_seconds": st.sampled_from([0.0, 3600.0]), "groups_in_memory": st.sampled_from([0, 1, 2, 1024])}
         ),
         capacity=st.sampled_from([1, 20]),
+        servers=st.integers(2, 3),
+        targeted=st.booleans(),
+        seed=st.integers(0, 1 << 30),
     )
     def begin(
-        self, eta: int, batches: list[int], workers: int, pace: int | None, limits: dict[str, Any], capacity: int
+        self,
+        eta: int,
+        batches: list[int],
+        workers: int,
+        pace: int | None,
+        limits: dict[str, Any],
+        capacity: int,
+        servers: int,
+        targeted: bool,
+        seed: int,
     ) -> None:
-        self.pace = pace
+        self.pace, self.seed = pace, seed
         self.limits = Rollout(group_attempts=2, max_failed_groups=10_000, **limits)
-        self.batches, self.store, self.servers = batches, some_store(), Servers(capacity)
+        self.batches, self.store, self.servers = batches, some_store(), LaggingServers(servers, targeted, capacity)
         self.consumed: dict[int, tuple[int, int]] = {}
-        self.returned: dict[int, int] = {}  # version, by the number of the attempt
         self.commit, self.trained, self.zombies, self.owners = Commit(), 0, list[Near](), count(1)
         self.runner = asyncio.Runner()
         self.runner.get_loop().set_default_executor(AtOnce(1))
@@ -172,7 +152,8 @@ class Run(RuleBasedStateMachine):
         client = cast(InferenceClient, self.servers)
         self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool)
         self.taking: asyncio.Task[list[Written]] | None = None
-        self.servers.version = self.trained = self.commit.next
+        self.trained = self.commit.next
+        self.servers.publish(self.trained)
         await self.found.use_workers(set(self.starts.items()))
 
     def bound(self) -> Staleness:
@@ -226,7 +207,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.may_take())
     @rule(turns=st.integers(0, 20))
     def take(self, turns: int) -> None:
-        """The next iteration's rollout begins, on servers that lag behind by η at most."""
+        """The next iteration's rollout begins, with servers that lag behind by η at most."""
 
         async def work() -> None:
             self.taking = asyncio.ensure_future(self.found.take(f"run/rollout/{next(self.owners)}"))
@@ -234,8 +215,10 @@ class Run(RuleBasedStateMachine):
         self.do(work(), turns)
 
     def may_take(self) -> bool:
-        free = not self.over and self.commit.rollout is None and self.taking is None
-        return free and self.servers.version >= self.commit.next - self.etas[self.commit.next]
+        if self.over or self.commit.rollout is not None or self.taking is not None:
+            return False
+        version = self.servers.version
+        return version is not None and version >= self.commit.next - self.etas[self.commit.next]
 
     def took(self, parts: list[Written]) -> None:
         """The rollout's tables are written, and its stage is committed."""
@@ -246,7 +229,8 @@ class Run(RuleBasedStateMachine):
         for row in rows:
             attempt = self.servers.attempts[row["input_ids"][1]]
             assert row["group_id"] == attempt.group == row["input_ids"][2] and attempt.group not in self.consumed
-            assert row["version_min"] == self.returned[attempt.number] and 0 <= k - row["version_min"] <= self.etas[k]
+            assert row["versions"][1:] == attempt.versions and row["version_min"] == min(attempt.versions)
+            assert attempt.floor <= row["version_min"] and row["version_max"] <= k <= row["version_min"] + self.etas[k]
             self.consumed[attempt.group] = (k, attempt.number)
         self.commit.rollout, left = groups, self.found.live.keys() - set(groups)
         self.found.consume(groups)
@@ -266,25 +250,59 @@ class Run(RuleBasedStateMachine):
 
     @rule(turns=st.integers(0, 20))
     def publish(self, turns: int) -> None:
-        """The servers, which lag behind, have the newest weights."""
+        """Servers can load the newest weights."""
 
         async def work() -> None:
-            self.servers.version = self.trained
+            self.servers.publish(self.trained)
             self.found.begin()
 
         self.do(work(), turns)
 
+    # ── the servers ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(pick=st.integers(0), turns=st.integers(0, 20))
+    def load(self, pick: int, turns: int) -> None:
+        """One server loads the newest weights, however far it lags behind; the others do not."""
+
+        async def work() -> None:
+            self.servers.load(self.server(pick))
+            self.found.begin()
+
+        self.do(work(), turns)
+
+    @rule(pick=st.integers(0), keeps=st.booleans(), turns=st.integers(0, 20))
+    def lose_server(self, pick: int, keeps: bool, turns: int) -> None:
+        async def work() -> None:
+            self.servers.lose(self.server(pick), keeps)
+            self.found.begin()
+
+        self.do(work(), turns)
+
+    @rule(pick=st.integers(0), every=st.integers(1, 3))
+    def generate(self, pick: int, every: int) -> None:
+        """A token of each group, or of some, by what its server holds now."""
+        for attempt in self.servers.under_way()[pick % every :: every]:
+            attempt.generate()
+
+    def server(self, pick: int) -> Server:
+        return self.servers.servers[pick % len(self.servers.servers)]
+
     # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @rule(pick=st.integers(0), newer=st.integers(0), reward=st.sampled_from([1.0, 1.0, 0.0]), turns=st.integers(0, 20))
-    def finish(self, pick: int, newer: int, reward: float, turns: int) -> None:
-        """A group ends, a killed worker's perhaps. It is filtered out where its reward is 0."""
-        if attempts := self.servers.open():
-            attempt = attempts[pick % len(attempts)]
-            version = min(attempt.floor + newer % 3, max(self.trained, attempt.floor))
-            self.returned[attempt.number] = version
-            attempt.end.set_result(finished(attempt, version, reward))
-            self.do(self.pass_time(0), turns)
+    @rule(
+        pick=st.integers(0),
+        rewards=st.lists(st.sampled_from([1.0, 1.0, 0.0]), min_size=1, max_size=4),
+        turns=st.integers(0, 20),
+    )
+    def finish(self, pick: int, rewards: list[float], turns: int) -> None:
+        """Groups end, a killed worker's perhaps. They are filtered out where their reward is 0."""
+        attempts = self.servers.under_way()
+        start = pick % max(len(attempts), 1)
+        for attempt, reward in zip(attempts[start:], rewards, strict=False):
+            while len(attempt.versions) < TOKENS:
+                attempt.generate()
+            attempt.end.set_result(reward)
+        self.do(self.pass_time(0), turns)
 
     @rule(pick=st.integers(0), turns=st.integers(0, 20))
     def fail(self, pick: int, turns: int) -> None:
@@ -376,21 +394,30 @@ class Run(RuleBasedStateMachine):
         for group, one in assigned.by_group.items():
             assert (group in tracker.finished.of) == (one.state == "held") and group in assigned.of(one.link)
 
+    @rule(seed=st.integers(0, 1 << 30), steps=st.integers(1, 60))
+    def go_on(self, seed: int, steps: int) -> None:
+        """Nobody is killed for so many steps. Servers load weights in any order: some lag behind for long."""
+        draw = random.Random(seed)
+        ways: list[Callable[[int], object]] = [
+            lambda turns: self.take(turns) if self.may_take() else None,
+            lambda turns: self.generate(draw.randrange(3), 3),
+            lambda turns: self.finish(draw.randrange(20), [1.0] * draw.randint(1, 3), turns),
+            lambda turns: self.train(turns) if self.commit.rollout is not None else None,
+            self.publish,
+            lambda turns: self.load(draw.randrange(6), turns),
+        ]
+        for _ in range(steps):
+            if self.over:
+                break
+            draw.choice(ways)(draw.randrange(ENOUGH_TURNS))
+            self.the_rule_holds()
+
     def teardown(self) -> None:
-        """Whatever has happened, the run comes to its end when groups end and nobody is killed: no deadlock."""
+        """Whatever has happened, the run comes to its end when nobody is killed any more: no deadlock."""
         if not hasattr(self, "runner"):
             return
         try:
-            for _ in range(20 * len(self.batches)):
-                if self.over:
-                    break
-                self.publish(ENOUGH_TURNS)
-                if self.may_take():
-                    self.take(ENOUGH_TURNS)
-                while self.servers.open():
-                    self.finish(0, 0, 1.0, ENOUGH_TURNS)
-                if self.commit.rollout is not None:
-                    self.train(ENOUGH_TURNS)
+            self.go_on(self.seed, ENOUGH_STEPS * len(self.batches))
             self.ended()
         finally:
             self.runner.close()
