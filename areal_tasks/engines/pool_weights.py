@@ -152,16 +152,17 @@ class UpdatedPool(ServerPool):
         return seconds
 
     async def _load_in_turn(self, turns: asyncio.Semaphore, server: Server) -> float | None:
-        """`_load`, in the server's turn; None if it was evicted before, and loads the target in the background.
+        """`_load`, in the server's turn; None if it was evicted before it loads: it does so in the background.
 
         SGLang fetches weights of a store before it stops to generate.
         """
         async with turns:
+            assert self.target is not None and self.target.uri is not None
+            fetches = "://" in self.target.uri and self.settings.engine == "sglang"
+            if fetches and server.healthy and not server.current:
+                await server.fetch_weights(self.target.uri)
             if server.current or not server.healthy:
                 return None
-            assert self.target is not None and self.target.uri is not None
-            if "://" in self.target.uri and self.settings.engine == "sglang":
-                await server.fetch_weights(self.target.uri)
             server.older = False
             self._dispatch()
             await self.followers.acknowledged()

@@ -188,6 +188,23 @@ def test_one_that_fails_before_its_turn_loads_once() -> None:
     run(test)
 
 
+def test_one_that_fails_while_it_fetches_loads_once() -> None:
+    async def test() -> None:
+        fakes, loads = slow(2)
+        fakes[0].seconds = 5.0
+        async with serving(*fakes, interruption="in_place", engine="sglang") as client:
+            await client.update_weights("s3://b/zero", 0)
+            update = asyncio.ensure_future(client.update_weights("s3://b/one", 1))
+            await until(lambda: loads.now == 1)
+            first = client.servers[0]
+            await client.evict({first.url: "it was seen to fail"})
+            assert len(await update) == 1
+            await until(lambda: first.may_generate)
+            assert [fake.updates for fake in fakes] == [["s3://b/zero", "s3://b/one"]] * 2
+
+    run(test)
+
+
 def test_one_that_was_away_skips_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.02))
 
