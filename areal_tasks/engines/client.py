@@ -7,6 +7,7 @@ interrupted one continues from its partial output. Every token keeps the logprob
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -257,15 +258,18 @@ class InferenceClient(UpdatedPool):
     def _dispatch(self) -> None:
         """Assign waiting requests to servers, in order."""
         self.followers.changed()
-        skipped = []  # no free server holds weights that are new enough for these
-        while self._waiting and choose(self.servers):
+        skipped, refused = [], math.inf  # these, and whatever has this floor or a higher one, wait for newer weights
+        room = choose(self.servers)
+        while self._waiting and room:
             waiter = self._waiting.popleft()
             if waiter.given.done():  # it was cancelled
                 continue
-            if server := choose(self.servers, waiter.floor):
+            if waiter.floor < refused and (server := choose(self.servers, waiter.floor)):
                 server.begin(waiter.samples)
                 waiter.given.set_result(server)
+                room = choose(self.servers)
             else:
+                refused = min(refused, waiter.floor)
                 skipped.append(waiter)
         self._waiting.extendleft(reversed(skipped))
         for server in self.servers if skipped and self.target is None else ():

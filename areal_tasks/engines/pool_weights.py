@@ -152,16 +152,17 @@ class UpdatedPool(ServerPool):
         return seconds
 
     async def _load_in_turn(self, turns: asyncio.Semaphore, server: Server) -> float | None:
-        """`_load`, in the server's turn; None if it was evicted before, and loads the target in the background.
+        """`_load`, in the server's turn; None if it was evicted before it loads: it does so in the background.
 
         SGLang fetches weights of a store before it stops to generate.
         """
         async with turns:
+            assert self.target is not None and self.target.uri is not None
+            fetches = "://" in self.target.uri and self.settings.engine == "sglang"
+            if fetches and server.healthy and not server.current:
+                await server.fetch_weights(self.target.uri)
             if server.current or not server.healthy:
                 return None
-            assert self.target is not None and self.target.uri is not None
-            if "://" in self.target.uri and self.settings.engine == "sglang":
-                await server.fetch_weights(self.target.uri)
             server.older = False
             self._dispatch()
             await self.followers.acknowledged()
@@ -189,8 +190,15 @@ class UpdatedPool(ServerPool):
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def _load(self, server: Server) -> float:
-        """Have one server load the target and confirm it; returns the seconds this took."""
-        started, target, server.current, server.older = time.perf_counter(), self.target, False, False
+        """Have one server load the target and confirm it, unless it has just done so; returns the seconds this took."""
+        started, server.older = time.perf_counter(), False
+        async with server.loading:  # one that is evicted meanwhile is asked by `_admit`, too
+            if not server.current:
+                await self._load_target(server)
+        return time.perf_counter() - started
+
+    async def _load_target(self, server: Server) -> None:
+        target = self.target
         assert target is not None
         if self._loading.drains:
             await server.drained(self.followers.busy)
@@ -202,7 +210,6 @@ class UpdatedPool(ServerPool):
                 raise BadRequest(folder_not_visible(str(error), target.uri)) from error
             raise
         await self._confirm(server, target)
-        return time.perf_counter() - started
 
     async def _confirm(self, server: Server, given: Target) -> str:
         """Have the server generate if it reports the weights that it was given and they are still the target.

@@ -113,6 +113,7 @@ class Server:
     load: int = 0  # samples in flight
     done: int = 0  # samples answered
     commands: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during a command
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is given the target weights
     _tokens: set[asyncio.Future[Any]] = field(default_factory=set)  # health checks in flight that generate a token
     _session: aiohttp.ClientSession | None = None  # the connections to this server, so that they are closed together
     _closed: bool = False

@@ -114,13 +114,18 @@ class Assignments:
             found.append(f"{limits.group_seconds:g} s for each attempt at a group (group_seconds)")
         if self._counts[link, "verifying"]:
             found.append("reward.wall_seconds for each verdict")
-        if self.is_full(link, limits.groups_in_memory):
+        if self.is_full(link, limits.groups_in_memory) or self.only_writes(link, limits.groups_in_memory):
             found.append(f"{FULL_SECONDS:g} s until the store takes finished groups")
         return "; ".join(found)
 
     def is_full(self, link: Link, most: int) -> bool:
         """Whether a worker holds `most` finished groups, and one at least: it writes them before it gets others."""
         return self._counts[link, "held"] >= max(most, 1)
+
+    def only_writes(self, link: Link, most: int) -> bool:
+        """Whether a worker generates nothing, and gets no groups before it has written those that it holds."""
+        held = self._counts[link, "held"]
+        return not self.running(link) and (self.is_full(link, most) or bool(held and link.leaving))
 
     def in_blocks(self, groups: Iterable[int], links: Sequence[Link], size: int) -> dict[Link, list[int]]:
         """The groups that each of these workers is to begin, such that an iteration's groups are in few parts.
@@ -235,15 +240,15 @@ class Links(Followers):
 
         StoreError if that is `FULL_SECONDS` ago: the store takes no finished groups.
         """
-        ready, now = self.ready(), time.monotonic()
-        if not all(assigned.is_full(link, most) and not assigned.running(link) for link in ready) or not ready:
+        ready, now = [link for link in self.by_start.values() if link.ready], time.monotonic()
+        if not all(assigned.only_writes(link, most) for link in ready) or not ready:
             return now
         if now - since < FULL_SECONDS:
             return since
         why = "; ".join({link.busy.store for link in ready if link.busy.store}) or "their logs say why"
         raise StoreError(
-            f"the rollout workers hold as many finished groups as they may (rollout.groups_in_memory = {most}), and "
-            f"could not write them for {FULL_SECONDS:g} s: {why}"
+            f"the rollout workers get no groups before they have written those that they hold "
+            f"(rollout.groups_in_memory = {most}), and could not write them for {FULL_SECONDS:g} s: {why}"
         )
 
     def changed(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
@@ -24,7 +24,16 @@ from areal_tasks.store.search import last_owner
 from areal_tasks.store.spool import read_spool
 from areal_tasks.store.waits import may_run
 from schemas.errors import UserError
-from schemas.manifest import ENDINGS, IterationCommit, LogRecord, OwnerRecord, RejectedGroup, Segment, SpooledGroup
+from schemas.manifest import (
+    ENDINGS,
+    IterationCommit,
+    LogRecord,
+    OwnerRecord,
+    RejectedGroup,
+    Segment,
+    SpooledGroup,
+    SpoolRecord,
+)
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.recorded import read_recorded
@@ -50,20 +59,28 @@ def segments_table(run: Run) -> pa.Table:
 
 def spool_table(run: Run) -> pa.Table:
     """The rows of the view `spool`: of this run, not of its parents, whose groups a child does not use."""
-    rows: dict[int, dict[str, Any]] = {}
     records = read_spool(run.store, run.name)
-    for record in records:
-        place = {"start": record.start, "record": record.n, "written": utc(record.provenance.committed)}
-        groups: list[SpooledGroup | RejectedGroup] = [*record.finished, *record.rejected]
-        rows |= {g.index: {"group_id": g.index} | g.model_dump(exclude={"index"}) | place for g in groups}
+    rows = _spool_rows(records)
     head = run.head() if rows else None
     settled, version, digest = settled_after(head), head.weights.version if head else 0, _made_with(run, head)
     others = {record.start for record in records if record.kind == "opened" and digest not in ("", record.made_with)}
+    used = _spool_rows(record for record in records if record.start not in others)
+    rows |= {group: row for group, row in used.items() if group not in settled}
     complete = (
         row | _group_state(row, row["group_id"] in settled, version, row["start"] in others)
         for _, row in sorted(rows.items())
     )
     return pa.Table.from_pylist(list(complete), schema=SPOOL)
+
+
+def _spool_rows(records: Iterable[SpoolRecord]) -> dict[int, dict[str, Any]]:
+    """The groups of these records, each by its last record."""
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        place = {"start": record.start, "record": record.n, "written": utc(record.provenance.committed)}
+        groups: list[SpooledGroup | RejectedGroup] = [*record.finished, *record.rejected]
+        rows |= {g.index: {"group_id": g.index} | g.model_dump(exclude={"index"}) | place for g in groups}
+    return rows
 
 
 def _made_with(run: Run, head: IterationCommit | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,29 @@ def test_a_request_waits_for_its_floor_and_holds_no_other_up() -> None:
             assert not late.done() and all(body["input_ids"] for body in fake.bodies)
             await client.update_weights("one", 1)
             check(requests(2), await late, version=1)
+
+    run(test)
+
+
+def test_requests_that_wait_for_their_floor_cost_no_search_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While servers with older weights have room, hundreds may wait, and each request that ends looks for others."""
+
+    async def test() -> None:
+        fakes, searches = [Fake(), Fake()], list[int]()
+
+        def search(servers: Iterable[Server], floor: int = 0) -> Server | None:
+            searches.append(floor)
+            return choose(servers, floor)
+
+        async with serving(*fakes) as client:
+            await client.update_weights("zero", 0)
+            late = asyncio.ensure_future(client.generate(floored(50, 2) + floored(50, 1)))
+            await until(lambda: len(client._waiting) == 100)
+            monkeypatch.setattr("areal_tasks.engines.client.choose", search)
+            client._dispatch()
+            assert len(searches) == 2 and len(client._waiting) == 100
+            await client.update_weights("two", 2)
+            assert {version for result in await late for version in result.versions} == {2}
 
     run(test)
 

@@ -188,6 +188,71 @@ def test_one_that_fails_before_its_turn_loads_once() -> None:
     run(test)
 
 
+def test_one_that_fails_while_it_fetches_loads_once() -> None:
+    async def test() -> None:
+        fakes, loads = slow(2)
+        fakes[0].seconds = 5.0
+        async with serving(*fakes, interruption="in_place", engine="sglang") as client:
+            await client.update_weights("s3://b/zero", 0)
+            update = asyncio.ensure_future(client.update_weights("s3://b/one", 1))
+            await until(lambda: loads.now == 1)
+            first = client.servers[0]
+            await client.evict({first.url: "it was seen to fail"})
+            assert len(await update) == 1
+            await until(lambda: first.may_generate)
+            assert [fake.updates for fake in fakes] == [["s3://b/zero", "s3://b/one"]] * 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("later", [0.5, 5.0])
+def test_one_that_fails_while_followers_are_told_loads_once(later: float) -> None:
+    """It may be admitted before they acknowledge."""
+
+    async def test() -> None:
+        fakes, told, goes_on = slow(2)[0], asyncio.Event(), asyncio.Event()
+        async with serving(*fakes, interruption="in_place") as client:
+            await client.update_weights("zero", 0)
+
+            async def acknowledged() -> None:
+                told.set()
+                await goes_on.wait()
+
+            client.followers.acknowledged = acknowledged  # type: ignore[method-assign]
+            update = asyncio.ensure_future(client.update_weights("one", 1))
+            await told.wait()
+            [first] = [server for server in client.servers if not server.older]
+            await client.evict({first.url: "it was seen to fail"})
+            await asyncio.sleep(later)  # less than a load takes, or more
+            goes_on.set()
+            await update
+            await until(lambda: all(server.may_generate for server in client.servers))
+            assert [fake.updates for fake in fakes] == [["zero", "one"]] * 2
+
+    run(test)
+
+
+def test_one_that_fails_while_it_is_drained_loads_once() -> None:
+    async def test() -> None:
+        fakes, _ = slow(2)
+        for fake in fakes:
+            fake.delay = 5.0
+        async with serving(*fakes, interruption="drain") as client:
+            await client.update_weights("zero", 0)
+            work = asyncio.ensure_future(client.generate(requests(4)))
+            await until(lambda: all(server.requests for server in client.servers))
+            update = asyncio.ensure_future(client.update_weights("one", 1))
+            await until(lambda: len(older(client)) == 1)
+            [first] = [server for server in client.servers if not server.older]
+            await client.evict({first.url: "it was seen to fail"})
+            await first.drop()
+            await asyncio.gather(update, work)
+            await until(lambda: all(server.may_generate for server in client.servers))
+            assert [fake.updates for fake in fakes] == [["zero", "one"]] * 2
+
+    run(test)
+
+
 def test_one_that_was_away_skips_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.02))
 

@@ -17,7 +17,7 @@ from waiting import until
 
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.links import Assignments
-from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Orders, Part
+from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Leaving, Orders, Part
 from areal_tasks.rollout.prompts import evaluation_rollout
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.suspects import Suspects
@@ -227,6 +227,26 @@ def test_an_iteration_does_not_wait_for_ever_for_a_store_that_takes_no_groups(
         await found.near().flush()
         assert not found.near().groups.unwritten
         assert await found.groups() == [0, 1, 2, 3]
+
+    go(work())
+
+
+def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_end_before_it_has_written(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It uses too much memory, and holds fewer groups than it may."""
+    monkeypatch.setattr("areal_tasks.rollout.rollouts.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("areal_tasks.rollout.links.FULL_SECONDS", 0.1)
+    monkeypatch.setattr(LocalBackend, "create", refuse)
+
+    async def work() -> None:
+        found = rollouts(Scene(capacity=1), local_store, flush_seconds=3600.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: bool(found.finished))
+        found.near().groups.leave()
+        found.received(found.near().link, Leaving())
+        with pytest.raises(StoreError, match="could not write them"):
+            await asyncio.wait_for(found.groups(), 10)
 
     go(work())
 

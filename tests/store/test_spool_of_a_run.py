@@ -230,6 +230,21 @@ def test_sql_says_which_groups_are_dropped_since_other_settings_made_them(local_
     assert list(Spool(local_store, "run", 2, made).recover(settled_after(run.head()))[0]) == [2, 4]
 
 
+def test_a_group_waits_that_was_also_made_with_other_settings(local_store: Store) -> None:
+    """The settings were changed, and changed back: what the first start wrote is used again."""
+    run = open_run(local_store, "run", recipe())
+    prompts = commit_stage(local_store, manifest(local_store, "run", 0, "prompts", {"prompts": table("prompts")}))
+    made = made_with(cast(RlhfRecipe, recipe()), run.read_stage(prompts).tables["prompts"].digest)
+    spool(local_store, open_start(local_store, "run", 1, made), 1, 0, 1)
+    spool(local_store, open_start(local_store, "run", 1, "other"), 1, 0, 1, 2)
+    rollout = commit_stage(local_store, manifest(local_store, "run", 0, "rollout", {"rollout": rows(0)}))
+    state = {"next_group": 1, "spool": [[0, 1]]}
+    run.commit_iteration(iteration_commit(run, 0, [prompts, rollout]).model_copy(update={"state": state}))
+    found = run_sql(local_store, "run", "SELECT group_id, state, start FROM spool ORDER BY group_id").to_pylist()
+    assert [tuple(row.values()) for row in found] == [(0, "consumed", 1), (1, "waiting", 0), (2, "dropped", 1)]
+    assert list(Spool(local_store, "run", 2, made).recover(settled_after(run.head()))[0]) == [1]
+
+
 # ── children ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
