@@ -52,7 +52,7 @@ run() {  # CASE SECONDS
   [[ $name != *-abort* ]] || own+=(rollout.interruption=abort)
   [[ $name != *-equal* ]] || sigma=0.0
   [[ $name != *-pace* ]] || own+=(rollout.pace=32)
-  [[ $name != *-half* ]] || own+=(inference.max_concurrent_requests=$([[ $layout = shared ]] && echo 16 || echo 96))
+  [[ $name != *-half* ]] || own+=(inference.max_concurrent_requests=$([[ $layout = shared ]] && echo $((32 / GPUS)) || echo 96))
   [[ $name != *-zero3* ]] || own+=(trainer.backend=deepspeed trainer.zero_stage=3)
   [[ $name != *-saves* ]] || saves="trainer.weights_every=10 trainer.recover_within_seconds=90"
   [ -z "${CPU:-}" ] || saves=trainer.weights_every=1
