@@ -6,12 +6,15 @@ Each victim gets runs of the quickstart of its own, which nobody touches but by 
 the run is at work, kills, and measures the seconds until two more iterations are committed: the second of them was
 generated after the kill. When the rounds are done the run goes on to its end, and must then hold what a run holds that
 nothing has disturbed: the same iterations, the same content digests, the same weights, bit by bit. With η > 0, where
-no two runs are alike, it must hold as many rows, every group once, no sample older than η, and pass the audit.
+no two runs are alike, it must hold as many rows, every group once, no sample older than η, and pass the audit; and each
+group in its spool must be in its tables to the bit as it was spooled, or rejected: nothing was generated again. Where
+workers are killed, the last record of each start is left out: one may have died before the flow heard of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -28,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.chdir(Path(__file__).parents[2])
 
 from scene import VICTIMS, Failed, Scene, arm, disarmed, kill, stage, wait_for  # noqa: E402
+from spooled import not_as_spooled  # noqa: E402
 from stage_driver import digests_of  # noqa: E402
 
+from areal_tasks.store.backend import StoreError  # noqa: E402
 from areal_tasks.store.history.audit import audit  # noqa: E402
 from areal_tasks.store.query import run_sql  # noqa: E402
 from flows.cli.machine import free_port  # noqa: E402
@@ -86,6 +91,7 @@ class Matrix:
     iterations: int
     eta: int = 0
     reference: object = None
+    waited: int = 0  # groups in the spool of the run at work, at all kills
 
     def prepare(self) -> None:
         """The weights that every run begins with, and the run that nothing disturbs."""
@@ -93,9 +99,9 @@ class Matrix:
         self._undisturbed(REFERENCE, self.overrides)
         self.reference = self._held(REFERENCE)
 
-    def _held(self, run: str) -> dict[str, object]:
-        """What does not depend on when anything happened."""
-        return holds_ahead(self.scene, run, self.eta) if self.eta else holds(self.scene, run)
+    def _held(self, run: str, heard: bool = True) -> dict[str, object]:
+        """What does not depend on when anything happened. `heard`: see `not_as_spooled`."""
+        return holds_ahead(self.scene, run, self.eta, heard) if self.eta else holds(self.scene, run)
 
     @property
     def points(self) -> dict[str, str]:
@@ -105,7 +111,8 @@ class Matrix:
     @property
     def overrides(self) -> str:
         length = f"schedule.iterations={self.iterations} evaluation.every={self.iterations}"
-        ahead = f"rollout.max_head_offpolicyness={self.eta} rollout.flush_seconds=0.1" if self.eta else ""
+        ahead = f"rollout.max_head_offpolicyness={self.eta} rollout.flush_seconds=0.1 rollout.workers=2"
+        ahead = ahead if self.eta else ""
         return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=0.2 {length} {ahead}"
 
     def _undisturbed(self, run: str, overrides: str) -> None:
@@ -133,7 +140,7 @@ class Matrix:
 
     def _run(self, run: str, victim: str, left: list[tuple[str, str] | None], tally: Tally) -> None:
         flow_run = self.scene.submit(run, self.overrides)
-        head = -1
+        head, self.waited = -1, 0
         while left:
             head = self._next_commit(run, flow_run, head)
             if head >= self.iterations - 4:  # too near to the end for another round
@@ -147,7 +154,7 @@ class Matrix:
             say(f"  {len(tally.seconds):3d}  {run}, iteration {head:3d}, {name(point):<26} {seconds:6.1f} s")
         wait_for(f"{run}'s last commit", lambda: self._has(run, flow_run, self.iterations - 1), 900)
         wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", START_SECONDS)
-        self._judge(run)
+        self._judge(run, victim)
 
     def _next_commit(self, run: str, flow_run: str, head: int) -> int:
         wait_for("a commit", lambda: self._has(run, flow_run, head + 1), START_SECONDS)
@@ -175,13 +182,14 @@ class Matrix:
             time.sleep(self.chance.uniform(0.0, 3.0))
             kill(pid)
         else:
-            arm(self.scene, point[0], self.points[point[1]], pid)
+            arm(self.scene, point[0], self.points[point[1]], pid, own=(victim, point[1]) == ("rollout", "spool record"))
             last = self.iterations - 1
             struck_or_over = lambda: not self.scene.point.exists() or self._has(run, flow_run, last)  # noqa: E731
             wait_for(f"a write {name(point)}", struck_or_over, START_SECONDS)
             if disarmed(self.scene):
                 return None
         began, head = time.monotonic(), self.scene.committed(run, head)
+        self.waited += waiting(self.scene, run) if self.eta else 0
         goal = min(head + 2, self.iterations - 1)
         wait_for(f"iteration {goal}", lambda: self._has(run, flow_run, goal), HOPELESS_SECONDS)
         return time.monotonic() - began
@@ -193,13 +201,16 @@ class Matrix:
         except Failed as failure:
             raise Failed(f"{failure}; still there: {'; '.join(self.scene.left_over())}") from None
 
-    def _judge(self, run: str) -> None:
+    def _judge(self, run: str, victim: str) -> None:
         self._end_of_processes()
-        found = self._held(run)
+        found = self._held(run, heard=victim != "rollout")
         if found != self.reference:
             raise Failed(f"it differs from a run that nothing disturbed: {difference(found, self.reference)}")
-        what = f"groups once, ages at most {self.eta}, audited" if self.eta else "prompts, rows, digests and weights"
+        what = f"groups once, ages at most {self.eta}, audited, {self.waited} that waited at kills as spooled"
+        what = what if self.eta else "prompts, rows, digests and weights"
         say(f"  {run}: all {self.iterations} iterations, {what} as undisturbed")
+        if self.eta and victim == "rollout" and (again := not_as_spooled(self.scene.store, run)):
+            say(f"  {run}: groups {again} began again, of records of which the flow had not heard")
 
 
 def rows(scene: Scene, run: str) -> dict[str, object]:
@@ -209,12 +220,20 @@ def rows(scene: Scene, run: str) -> dict[str, object]:
     return {table: run_sql(scene.store, run, query.format(table)).to_pylist() for table in tables}
 
 
-def holds_ahead(scene: Scene, run: str, eta: int) -> dict[str, object]:
+def holds_ahead(scene: Scene, run: str, eta: int, heard: bool) -> dict[str, object]:
     """What asynchronous runs of one recipe have in common."""
     groups = "SELECT group_id, count(DISTINCT iteration) AS n, count(*) AS samples FROM rollout GROUP BY 1 ORDER BY 1"
     old = f"SELECT count(*) AS n FROM rollout WHERE NOT iteration - version_min BETWEEN 0 AND {eta}"
     audited = {"groups": run_sql(scene.store, run, groups).to_pylist(), "sound": audit(scene.store, run).sound}
-    return rows(scene, run) | audited | {"too old": run_sql(scene.store, run, old).to_pylist()}
+    again = {"generated again": not_as_spooled(scene.store, run, heard)}
+    return rows(scene, run) | audited | again | {"too old": run_sql(scene.store, run, old).to_pylist()}
+
+
+def waiting(scene: Scene, run: str) -> int:
+    """How many groups wait in the spool now; 0 while the store is away."""
+    with contextlib.suppress(StoreError):
+        return len(run_sql(scene.store, run, "FROM spool WHERE state = 'waiting'"))
+    return 0
 
 
 def holds(scene: Scene, run: str) -> dict[str, object]:
@@ -227,7 +246,8 @@ def holds(scene: Scene, run: str) -> dict[str, object]:
 
 def difference(found: object, expected: object) -> str:
     assert isinstance(found, dict) and isinstance(expected, dict)
-    return ", ".join(key for key in expected if found[key] != expected[key])
+    kinds = [key for key in expected if found[key] != expected[key]]
+    return ", ".join(f"{key} {found[key]}" if key == "generated again" else key for key in kinds)
 
 
 def name(point: tuple[str, str] | None) -> str:

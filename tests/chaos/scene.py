@@ -138,10 +138,10 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def arm(scene: Scene, when: str, match: str, pid: int) -> None:
-    """Set the kill point; it is gone when it has struck."""
+def arm(scene: Scene, when: str, match: str, pid: int, own: bool = False) -> None:
+    """Set the kill point; it is gone when it has struck. `own`: only at a write of the victim itself."""
     partial = scene.point.with_suffix(".new")
-    partial.write_text(json.dumps({"when": when, "match": match, "pid": pid}))
+    partial.write_text(json.dumps({"when": when, "match": match, "pid": pid, "own": own}))
     partial.rename(scene.point)
 
 

@@ -44,7 +44,7 @@ def write(folder: Path, path: str, point: dict[str, object]) -> tuple[int, set[s
         "PYTHONPATH": os.pathsep.join([str(INJECT), os.getcwd()]),
     }
     process = subprocess.Popen([sys.executable, "-c", f"input()\n{WRITER}", url, path], env=environment, stdin=-1)
-    file.write_text(json.dumps(point | {"pid": process.pid}))
+    file.write_text(json.dumps({"pid": process.pid} | point))
     process.communicate(b"\\n")
     return process.returncode, set(listed(open_store(url), "r"))
 
@@ -61,6 +61,12 @@ def test_it_strikes_at_the_write_it_names(tmp_path: Path, kind: str, when: str) 
 def test_other_writes_pass(tmp_path: Path) -> None:
     code, there = write(tmp_path, WRITES["checkpoint"], {"when": "before", "match": POINTS["published weights"]})
     assert code == 0 and "r/later" in there and (tmp_path / "point.json").exists()
+
+
+def test_only_the_victim_itself_strikes_where_that_is_asked(tmp_path: Path) -> None:
+    point = {"when": "before", "match": POINTS["checkpoint"], "pid": os.getpid(), "own": True}
+    code, there = write(tmp_path, WRITES["checkpoint"], point)
+    assert code == 0 and "r/later" in there, "this process would have been killed"
 
 
 def test_an_s3_server_comes_back_as_it_was(tmp_path: Path) -> None:

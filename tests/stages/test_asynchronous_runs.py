@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spooled import not_as_spooled
 from stage_driver import GROUPS, drive, finished, left_over, start_driver, start_marked, store_in, tiny
 from waiting import wait_until
 
 from areal_tasks.rollout.settled import SettledGroups, settled_after
+from areal_tasks.rollout.spooling import Spool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.generation import groups_of
 from areal_tasks.stages.jobs import Job, run_directly
@@ -26,21 +28,24 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table
-from schemas.recipe.recipe import Recipe
+from flows.alerts import AlertMonitor
+from schemas.recipe.recipe import Recipe, RlhfRecipe
 
 ETA, ITERATIONS = 2, 6
 
 OTHERS = pytest.mark.slow("another instant of the same kill: two whole runs")
 
 
-def ahead(**changes: Any) -> Recipe:
+def ahead(**changes: Any) -> RlhfRecipe:
     """A run whose groups may be two versions old."""
     sections: dict[str, Any] = {
         "rollout": {"max_head_offpolicyness": ETA},
         "schedule": {"iterations": ITERATIONS},
         "algorithm": {"max_logprob_gap": 9.0},
     }
-    return tiny(**{**sections, **{name: sections.get(name, {}) | value for name, value in changes.items()}})
+    recipe = tiny(**{**sections, **{name: sections.get(name, {}) | value for name, value in changes.items()}})
+    assert isinstance(recipe, RlhfRecipe)
+    return recipe
 
 
 def groups_by_iteration(run: Run) -> list[list[int]]:
@@ -82,11 +87,26 @@ def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -
 
 @pytest.mark.slow("a whole run; the rule itself has tests of its own")
 def test_by_the_weaker_rule_groups_are_taken_once_and_their_lag_is_recorded(tmp_path: Path) -> None:
-    run = drive(tmp_path, "weaker", ahead(rollout={"max_head_offpolicyness": 1, "bound": "admission"}))
+    """Also a group that is slow: training does not wait for it, and it is older than η when it is trained on."""
+    eta, late = 1, {"name": "working:Late", "arguments": {"group": 1, "version": 4}}
+    recipe = ahead(
+        rollout={"max_head_offpolicyness": eta, "bound": "admission"},
+        workflow=late,
+        evaluation={"every": 0, "limit": 0, "max_new_tokens": 256},  # of version 0 it would wait for ever
+        alerts={"max_lag_beyond": 2.0},
+    )
+    run = drive(tmp_path, "weaker", recipe)
     assert sorted(group for of in groups_by_iteration(run) for group in of) == list(range(GROUPS * ITERATIONS))
-    lags = "SELECT lag, iteration - version_min AS age FROM samples"
-    found = run_sql(run.store, "weaker", lags).to_pydict()
-    assert found["lag"] == found["age"] and min(found["lag"]) >= 0
+    lags = "SELECT iteration, group_id, lag, iteration - version_min AS age FROM samples"
+    found = run_sql(run.store, "weaker", lags).to_pylist()
+    assert all(row["lag"] == row["age"] >= 0 for row in found)
+    [(taken, lag)] = {(row["iteration"], row["lag"]) for row in found if row["group_id"] == 1}
+    assert taken == lag >= 4 > eta, "it began with version 0"
+    metrics = [stage(run, k, "train").metrics for k in range(ITERATIONS)]
+    assert metrics[taken]["lag_max"] == lag
+    watch = AlertMonitor(recipe.alerts)
+    shown = [k for k, one in enumerate(metrics) for alert in watch({"train": one}, eta) if alert.cause == "old-samples"]
+    assert shown == [taken]
     assert audit(run.store, run.name).sound
 
 
@@ -153,6 +173,29 @@ def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path, monkeypat
     ]
     taken = [row for row in trained if row["group_id"] >= 2 * GROUPS and row["sample_id"] in rows]
     assert taken and all(row == rows[row["sample_id"]] for row in taken)
+    assert not_as_spooled(store, "killed") == []
+
+
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=OTHERS)])
+def test_a_start_that_ignores_what_waits_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """By what the kill matrix asks of a run's spool, and by nothing else: one record is ignored, or all are."""
+    recipe = ahead(rollout={"flush_seconds": 0.0})
+    start_marked(tmp_path, die_ahead, tmp_path, "killed", recipe, "train 1").wait()
+    wait_until(lambda: not left_over(tmp_path))
+    store, recover, ignored = store_in(tmp_path), Spool.recover, set[int]()
+
+    def ignoring(spool: Spool, settled: SettledGroups) -> Any:
+        waiting, rejected = recover(spool, settled)
+        records = spool.records(waiting)
+        ignored.update(group.index for one in (records[:1] if first else records) for group in one.finished)
+        spool.forget(ignored)
+        return {group: version for group, version in waiting.items() if group not in ignored}, rejected
+
+    monkeypatch.setattr(Spool, "recover", ignoring)
+    check(drive(tmp_path, "killed", recipe))
+    assert ignored and not_as_spooled(store, "killed") == sorted(ignored)
 
 
 def test_a_held_run_begins_nothing_ahead_and_its_finished_groups_are_in_the_store(tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from spooled import not_as_spooled
 from stage_driver import GROUPS, digests, drive, finished, left_over, start_marked, store_in, tiny
+from store_listing import listed
 from test_asynchronous_runs import ITERATIONS, ahead, check, die_ahead, groups_by_iteration
 from waiting import wait_until
 
@@ -16,6 +22,7 @@ from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store import spool as records
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
+from schemas.recipe.recipe import Recipe
 
 NO_EVALUATION = {"every": 0, "limit": 0, "max_new_tokens": 256}
 
@@ -115,6 +122,52 @@ def test_a_worker_that_loses_its_flow_leaves_what_waits_and_ends(tmp_path: Path)
     run = drive(tmp_path, "lost", recipe)
     check(load_run(run.store, "lost"))
     assert waiting <= {group for groups in groups_by_iteration(run)[:ITERATIONS] for group in groups}
+
+
+def die_beside_a_stopped_worker(folder: Path, name: str, recipe: Recipe) -> None:
+    """`drive`, killed before `train 2`; its worker has recorded groups, holds others in memory, and is stopped."""
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        generation, label = jobs[0].context.generation, jobs[0].label
+        if generation is not None and label == "train 0":
+            wait_until(lambda: generation.tracker.ready() == 2 * GROUPS, "all that may begin with version 0")
+            generation.hold(True)
+            assert records.read_start(store_in(folder), name, 0)[-1].finished
+            generation.hold(False)
+        if generation is not None and label == "train 2":
+            wait_until(lambda: any(group >= 3 * GROUPS for group in list(generation.tracker.finished.of)))
+            handle: Any = jobs[0].context.engines.supervisor.services["rollout-0"].handle
+            os.kill(handle.process.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_directly(jobs)
+
+    drive(folder, name, recipe, execute)
+
+
+def test_a_stopped_worker_that_goes_on_under_the_next_start_changes_nothing(tmp_path: Path) -> None:
+    """What it writes late is refused: its start was closed. It ends, and each group is trained on once."""
+    recipe = ahead(launcher={"type": "local"}, rollout={"max_head_offpolicyness": 2, "flush_seconds": 3600.0})
+    start_marked(tmp_path, die_beside_a_stopped_worker, tmp_path, "run", recipe).wait()
+    wait_until(lambda: len(left_over(tmp_path)) == 1, "the other services' end")
+    [zombie], store, late = left_over(tmp_path), store_in(tmp_path), list[str]()
+    assert zombie.status() == "stopped"
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == "train 3":
+            recorded, before = records.read_start(store, "run", 0), set(listed(store, "run/spool/0"))
+            assert [record.kind for record in recorded] == ["opened", "groups", "closed"]
+            zombie.resume()
+            wait_until(lambda: not left_over(tmp_path), "the zombie's end")
+            late.extend(set(listed(store, "run/spool/0")) - before)
+            assert records.read_start(store, "run", 0) == recorded
+        return run_directly(jobs)
+
+    run = load_run(drive(tmp_path, "run", recipe, execute).store, "run")
+    [shard] = late
+    assert "/attempt=" in shard, "rows that no record names"
+    assert set(pq.read_table(BytesIO(store.read(shard)))["group_id"].to_pylist()) & set(range(3 * GROUPS, 4 * GROUPS))
+    check(run)
+    assert not_as_spooled(store, "run") == []
 
 
 OTHER_MODE = pytest.mark.slow("the same by a mode that is not the default")

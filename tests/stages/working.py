@@ -39,6 +39,19 @@ class Leaking:
             return await SingleTurn().run(prompt, context)
 
 
+class Late:
+    """A single turn whose group `group` is finished only when servers have the weights of `version`."""
+
+    def __init__(self, group: int, version: int) -> None:
+        self.group, self.version = group, version
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        samples = await SingleTurn().run(prompt, context)
+        while prompt.group_id == self.group and (context.client.version or 0) < self.version:
+            await asyncio.sleep(0.01)  # the run goes on without it
+        return samples
+
+
 class Repeating:
     """Samples again where the first completion earns nothing, and returns the second."""
 

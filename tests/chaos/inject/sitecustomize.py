@@ -1,7 +1,8 @@
 """Kill points for the matrix: every Python process below it imports this at its start (by PYTHONPATH).
 
 The file that AREAL_CHAOS_POINT names holds `{"when": "before" | "after", "match": REGEX, "pid": N}`. The first process
-that is about to write an object whose path matches (or that has just written it) takes the file away and kills `pid`.
+that is about to write an object whose path matches (or that has just written it) takes the file away and kills `pid`;
+with `"own": true` only the process `pid` itself does so.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def strike(when: str, path: str) -> None:
         with open(POINT) as file:
             point = json.load(file)
         if point["when"] != when or not re.search(point["match"], path):
+            return
+        if point.get("own") and point["pid"] != os.getpid():
             return
         os.rename(POINT, f"{POINT}.struck")
     except (FileNotFoundError, ValueError):
