@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from near import some_store
 from stage_driver import tiny
 from test_rollouts import BATCH, Scene, at, go, rollouts, sample
-from waiting import until
+from waiting import LIMIT, until
 
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.links import Assignments
@@ -246,7 +246,7 @@ def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_end_before_it_has_wr
         found.near().groups.leave()
         found.received(found.near().link, Leaving())
         with pytest.raises(StoreError, match="could not write them"):
-            await asyncio.wait_for(found.groups(), 10)
+            await asyncio.wait_for(found.groups(), LIMIT)
 
     go(work())
 
