@@ -44,10 +44,10 @@ def publish(recipe: RlhfRecipe | SftRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """The servers get the weights first if the trainer can send them; else they load them from the store."""
     train, servers, actor = inputs.manifests["train"], context.engines.servers, context.engines.actor
-    started, trainer, ref = time.monotonic(), actor.keeping(train), unwritten(train)
+    started, ref = time.monotonic(), unwritten(train)
     row = publish_row(context.store, ref, (), servers.transport)
     direct = servers.transport != "store"
-    loads = servers.serve(ref, trainer) if direct else []
+    loads = servers.serve(ref, actor.keeping(train)) if direct else []
     if servers.store_only or is_written(context.recipe, ref.version):
         done = write_weights(context.run, actor.keeping(train), ref.version)
         row = publish_row(context.store, done.ref, done.files, servers.transport)
