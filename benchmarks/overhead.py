@@ -32,6 +32,7 @@ from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import open_run
 from benchmarks.bare_loop import bare_run, machine
 from flows.cli.machine import free_port
+from flows.server import SERVER_SETTINGS
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
 
@@ -158,7 +159,7 @@ def prefect_server(folder: Path) -> Iterator[str]:
     """A Prefect server with a database of its own; its API's address."""
     port = free_port(4300)
     url = f"http://127.0.0.1:{port}/api"
-    environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    environment = {**os.environ, **SERVER_SETTINGS, "PREFECT_HOME": str(folder / "prefect")}
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

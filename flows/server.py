@@ -27,9 +27,15 @@ from flows.home import home, last_lines
 from schemas.errors import UserError
 
 STOP_SECONDS: Final = 5.0
-#: No list of block types: flows use none, and registering them takes a second.
-SETTINGS: Final = {
+#: Of all our Prefect servers. States of task runs are written together, up to 20 and after a second at the latest: by
+#: default each is written by itself, which takes as long as all else that the server does for a stage.
+SERVER_SETTINGS: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "20",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+}
+#: No list of block types: flows use none, and registering them takes a second.
+TEMPORARY_SETTINGS: Final = {
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",  # it would record them as registered
 }
@@ -58,7 +64,7 @@ class TemporaryServer:
         with self.log.open("ab") as sink:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.server", str(listener.fileno())],
-                env=inherited | SETTINGS | own,
+                env=inherited | SERVER_SETTINGS | TEMPORARY_SETTINGS | own,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ import psutil
 from areal_tasks.processes import alive
 from areal_tasks.store.backend import store_url
 from flows.home import home
+from flows.server import SERVER_SETTINGS
 from schemas.errors import UserError
 
 #: Environment variable of each server, worker and keeper that says which it is.
@@ -143,7 +144,7 @@ def environment(api_url: str) -> dict[str, str]:
         "AREALFLOW_HOME": str(home()),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home() / "prefect"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **SERVER_SETTINGS,
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PYTHONUNBUFFERED": "1",
     }
