@@ -7,7 +7,8 @@ A server decodes n samples at once, whose caches hold t tokens, in steps of `ste
 step_per_token · t` seconds; each step adds one token per sample.
 `areal_tasks.rollout.group_tracker` decides which groups begin and which an iteration takes, exactly as in a run. The
 duration of training is the number of tokens over the speed of its GPUs. New weights take `publish` seconds to reach the
-servers, and interrupt them for as long as the mode takes; training continues meanwhile. Nothing is evaluated or saved.
+servers, and interrupt them for as long as the mode takes; training continues meanwhile. One version is under way at a
+time, and the newest follows it. Nothing is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -113,6 +114,10 @@ class Server:
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # length, group
     begun: float = 0.0  # sum of what `progress` was when each of the running samples began
 
+    def samples(self) -> int:
+        """Of all its samples, the number."""
+        return len(self.running) + len(self.waiting)
+
     def next_end(self) -> float:
         """When the next sample ends; infinite if none is running."""
         self._admit()
@@ -176,13 +181,23 @@ class Outcome:
 
 
 class Simulation:
-    """One run."""
+    """One run.
+
+    The cost of an event does not depend on the number of servers: `upcoming` has each one's next end, and a server is
+    advanced only when something happens to it. `loads` has the number of its samples. Both are heaps in which entries
+    that no longer hold stay until they are met.
+    """
 
     def __init__(self, load: Work, layout: Layout, times: Times) -> None:
         self.load, self.layout, self.times = load, layout, times
         rule = Staleness(lambda k: layout.eta, load.iterations - 1, lambda j: load.groups, layout.rule)
         self.tracker = GroupTracker(rule, 0, pace=layout.pace)
         self.servers = [Server(times, layout.slots, load.prompt) for _ in range(layout.generating)]
+        self.upcoming: list[tuple[float, int]] = []
+        self.ends_of: list[float] = [math.inf] * layout.generating
+        self.loads = [(0, n) for n in range(layout.generating)]
+        self.news = True  # something has happened since groups were last begun and taken
+        self.full = False  # groups wait for room on the servers
         self.left: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.lags: Counter[int] = Counter()
@@ -190,26 +205,44 @@ class Simulation:
         self.ready: deque[int] = deque()  # tokens of the batches that wait for the trainer
         self.training_ends = math.inf
         self.ends: list[float] = []
-        self.arrivals: list[tuple[float, int]] = []  # when servers get a version
+        self.arrives, self.sent = math.inf, 0  # when servers get the version that is under way, or was the last one
 
     def run(self) -> Outcome:
         while self.trained < self.load.iterations:
-            self._begin_groups()
-            self._take()
-            self._train()
+            if self.news or self.full:
+                self.news = False
+                self._begin_groups()
+                self._take()
+                self._train()
             self._step()
         return Outcome(self.clock, 1 - self.trained_seconds / self.clock, dict(sorted(self.lags.items())), self.ends)
 
+    def _least_loaded(self) -> int:
+        while self.loads[0][0] != self.servers[self.loads[0][1]].samples():
+            heapq.heappop(self.loads)
+        return self.loads[0][1]
+
+    def _changed(self, n: int) -> None:
+        """Note when the next sample of a server ends, after a change of what it does."""
+        server = self.servers[n]
+        if (end := server.next_end()) != self.ends_of[n]:
+            self.ends_of[n] = end
+            heapq.heappush(self.upcoming, (end, n))
+        heapq.heappush(self.loads, (server.samples(), n))
+
     def _begin_groups(self) -> None:
+        self.full = False
         while self.tracker.next < self.load.iterations:
-            server = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
-            room = self.layout.slots * 2 - len(server.running) - len(server.waiting)
-            begun = self.tracker.lease(server.version) if room > 0 else []
+            server = self.servers[self._least_loaded()]
+            self.full = server.samples() >= self.layout.slots * 2
+            begun = [] if self.full else self.tracker.lease(server.version)
             for index in begun:
                 lengths = self.load.lengths(index)
                 self.left[index], self.tokens[index] = len(lengths), sum(lengths)
-                target = min(self.servers, key=lambda s: len(s.running) + len(s.waiting))
-                target.waiting.extend((length, index) for length in lengths)
+                target = self._least_loaded()
+                self.servers[target].advance(self.clock)
+                self.servers[target].waiting.extend((length, index) for length in lengths)
+                self._changed(target)
             if not begun:
                 return
 
@@ -222,9 +255,10 @@ class Simulation:
             self.lags.update(self.tracker.next - self.tracker.finished.of[group] for group in chosen)
             self.ready.append(sum(self.tokens.pop(group) for group in chosen))
             self.tracker.consume(chosen)
+            self.news = True
 
     def _train(self) -> None:
-        waits = self.times.publish_waits and bool(self.arrivals)
+        waits = self.times.publish_waits and self.arrives < math.inf
         if self.ready and self.training_ends == math.inf and not waits:
             tokens = self.ready.popleft() + self.load.prompt * self.load.groups * self.load.group_size
             seconds = tokens / (self.times.train_rate * self.layout.training)
@@ -233,35 +267,48 @@ class Simulation:
 
     def _step(self) -> None:
         """Advance to the next event."""
-        arrival = min((when for when, _ in self.arrivals), default=math.inf)
-        ends = min(server.next_end() for server in self.servers)
-        now = min(arrival, ends, self.training_ends)
+        while self.upcoming and self.upcoming[0][0] != self.ends_of[self.upcoming[0][1]]:
+            heapq.heappop(self.upcoming)
+        now = min(self.arrives, self.upcoming[0][0] if self.upcoming else math.inf, self.training_ends)
         if now == math.inf:
             raise RuntimeError("nothing can happen any more: the rule has led into a deadlock")
         self.clock = now
-        for server in self.servers:
-            server.advance(now)
-            for group in server.ended():
-                self.left[group] -= 1
-                if not self.left[group]:
-                    self.tracker.finish(group, self.tracker.running.of[group])
+        while self.upcoming and self.upcoming[0][0] <= now:
+            end, n = heapq.heappop(self.upcoming)
+            if end == self.ends_of[n]:
+                self.ends_of[n] = math.inf
+                self._end_samples(n)
         if now >= self.training_ends:
             self.trained, self.training_ends = self.trained + 1, math.inf
             self.ends.append(now)
-            self.arrivals.append((now + self.times.publish, self.trained))
-        for when, version in [pair for pair in self.arrivals if pair[0] <= now]:
-            self.arrivals.remove((when, version))
-            self._deliver(version)
+            self.news = True
+        if now >= self.arrives:
+            self._deliver(self.sent)
+            self.arrives, self.news = math.inf, True
+        if self.sent < self.trained and self.arrives == math.inf:
+            self.arrives, self.sent = now + self.times.publish, self.trained
+
+    def _end_samples(self, n: int) -> None:
+        """Of one server, what has ended by now."""
+        self.servers[n].advance(self.clock)
+        for group in self.servers[n].ended():
+            self.left[group] -= 1
+            if not self.left[group]:
+                self.tracker.finish(group, self.tracker.running.of[group])
+                self.news = True
+        self._changed(n)
 
     def _deliver(self, version: int) -> None:
-        for server in self.servers:
+        for n, server in enumerate(self.servers):
             server.version = max(server.version, version)
+            server.advance(self.clock)
             if not server.running:
                 continue
             if self.layout.mode == "in_place":
                 server.stall(self.times.pause)
             elif self.layout.mode == "abort":
                 server.stall(self.times.abort + server.cached_tokens() / self.times.prefill_rate)
+            self._changed(n)
 
 
 def synchronous(gpus: int) -> Layout:
