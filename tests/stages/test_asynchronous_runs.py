@@ -176,11 +176,8 @@ def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path, monkeypat
     assert not_as_spooled(store, "killed") == []
 
 
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=OTHERS)])
-def test_a_start_that_ignores_what_waits_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
-    """By what the kill matrix asks of a run's spool, and by nothing else: one record is ignored, or all are."""
+def test_a_start_that_ignores_what_waits_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the kill matrix asks of a run's spool, and by nothing else: one record is ignored."""
     recipe = ahead(rollout={"flush_seconds": 0.0})
     start_marked(tmp_path, die_ahead, tmp_path, "killed", recipe, "train 1").wait()
     wait_until(lambda: not left_over(tmp_path))
@@ -189,7 +186,7 @@ def test_a_start_that_ignores_what_waits_is_found_out(
     def ignoring(spool: Spool, settled: SettledGroups) -> Any:
         waiting, rejected = recover(spool, settled)
         records = spool.records(waiting)
-        ignored.update(group.index for one in (records[:1] if first else records) for group in one.finished)
+        ignored.update(group.index for one in records[:1] for group in one.finished)
         spool.forget(ignored)
         return {group: version for group, version in waiting.items() if group not in ignored}, rejected
 
