@@ -115,7 +115,7 @@ class Server:
     begun: float = 0.0  # sum of what `progress` was when each of the running samples began
 
     def samples(self) -> int:
-        """Of all its samples, the number."""
+        """How many samples it has, those that wait included."""
         return len(self.running) + len(self.waiting)
 
     def next_end(self) -> float:
@@ -289,7 +289,7 @@ class Simulation:
             self.arrives, self.sent = now + self.times.publish, self.trained
 
     def _end_samples(self, n: int) -> None:
-        """Of one server, what has ended by now."""
+        """Count the samples of one server that have ended by now."""
         self.servers[n].advance(self.clock)
         for group in self.servers[n].ended():
             self.left[group] -= 1

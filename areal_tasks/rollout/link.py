@@ -40,7 +40,7 @@ class Link:
         self.url = url
         self.ready = False  # the worker may be given groups
         self.tried = False  # it has been ready, or has failed to become ready
-        self.busy = Busy(requests={})  # at the last heartbeat
+        self.busy = Busy()  # at the last heartbeat
         self.leaving = False  # it gets no more groups, and ends when it has none
         self.retired = False  # the same, and it is stopped for good
         self.explained = False  # its end does not count as a failure: it was asked to end, or had groups in flight
@@ -80,7 +80,7 @@ class Link:
 
     async def requests(self) -> dict[str, int]:
         """The worker's requests in flight, by server address."""
-        return (await self._busy() or Busy(requests={})).requests
+        return (await self._busy() or Busy()).requests
 
     async def heartbeat(self) -> object:
         """A new object if the worker answers; None otherwise."""

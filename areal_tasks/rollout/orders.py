@@ -147,7 +147,7 @@ class News(Record):
 class Busy(Record):
     """What a worker is at, besides its groups. `store`: what the store keeps it waiting for; empty: nothing."""
 
-    requests: dict[str, int] = Field(description="in flight, by server address")
+    requests: dict[str, int] = Field({}, description="in flight, by server address")
     store: str = ""
 
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -119,9 +120,8 @@ class Rollouts:
                 raise RuntimeError(f"iteration {self.tracker.next} waits for groups, and none is being generated")
             since = self.links.check_room(self._assigned, self.limits.groups_in_memory, since)
             self._news.clear()
-            timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._news.set)
-            await self._news.wait()
-            timer.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), CHECK_SECONDS)
         return taken
 
     def _is_idle(self) -> bool:

@@ -42,7 +42,7 @@ Result = dict[str, Any]
 Commit = dict[str, Any]
 
 FULL_PREFILL: Final = 4096  # tokens
-SOME_ABORTED: Final = 0.02  # seconds: the first poll for their end comes later; without requests it is none
+SOME_ABORTED: Final = 0.02  # seconds: the pause between two polls; an abort that finds requests takes longer
 STANDSTILL_SECONDS: Final = 60.0  # without any stage: a restart; a start of the services on GPUs takes longer
 
 QUERIES: Final = {
@@ -88,7 +88,7 @@ def decoding(said: str) -> list[tuple[int, int, float]]:
 
 
 def aborts(said: str) -> list[float]:
-    """Seconds until all requests had ended, of each abort of any (`engines/sglang/child.py` logs them)."""
+    """Seconds until all requests had ended, of each abort that found some (`engines/sglang/child.py` logs them)."""
     found = map(float, re.findall(r"All requests aborted, seconds: ([\d.]+)", said))
     return [seconds for seconds in found if seconds >= SOME_ABORTED]
 

@@ -65,6 +65,10 @@ def older(client: InferenceClient) -> list[Server]:
     return [server for server in client.servers if server.older]
 
 
+async def fail(client: InferenceClient, server: Server) -> None:
+    await client.evict({server.url: "it was seen to fail"})
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("n", "half"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
 def test_at_most_half_load_at_a_time(n: int, half: int, mode: Interruption) -> None:
@@ -180,7 +184,7 @@ def test_one_that_fails_before_its_turn_loads_once() -> None:
             update = asyncio.ensure_future(client.update_weights("one", 1))
             await until(lambda: loads.now == 1)
             [waits] = older(client)
-            await client.evict({waits.url: "it was seen to fail"})
+            await fail(client, waits)
             assert len(await update) == 1
             await until(lambda: waits.may_generate)
             assert [fake.updates for fake in fakes] == [["zero", "one"]] * 2
@@ -197,7 +201,7 @@ def test_one_that_fails_while_it_fetches_loads_once() -> None:
             update = asyncio.ensure_future(client.update_weights("s3://b/one", 1))
             await until(lambda: loads.now == 1)
             first = client.servers[0]
-            await client.evict({first.url: "it was seen to fail"})
+            await fail(client, first)
             assert len(await update) == 1
             await until(lambda: first.may_generate)
             assert [fake.updates for fake in fakes] == [["s3://b/zero", "s3://b/one"]] * 2
@@ -221,8 +225,8 @@ def test_one_that_fails_while_followers_are_told_loads_once(later: float) -> Non
             client.followers.acknowledged = acknowledged  # type: ignore[method-assign]
             update = asyncio.ensure_future(client.update_weights("one", 1))
             await told.wait()
-            [first] = [server for server in client.servers if not server.older]
-            await client.evict({first.url: "it was seen to fail"})
+            [first] = set(client.servers) - set(older(client))
+            await fail(client, first)
             await asyncio.sleep(later)  # less than a load takes, or more
             goes_on.set()
             await update
@@ -243,8 +247,8 @@ def test_one_that_fails_while_it_is_drained_loads_once() -> None:
             await until(lambda: all(server.requests for server in client.servers))
             update = asyncio.ensure_future(client.update_weights("one", 1))
             await until(lambda: len(older(client)) == 1)
-            [first] = [server for server in client.servers if not server.older]
-            await client.evict({first.url: "it was seen to fail"})
+            [first] = set(client.servers) - set(older(client))
+            await fail(client, first)
             await first.drop()
             await asyncio.gather(update, work)
             await until(lambda: all(server.may_generate for server in client.servers))

@@ -211,12 +211,16 @@ def test_a_worker_that_holds_as_many_finished_groups_as_it_may_gets_no_more(
     go(work())
 
 
-def test_an_iteration_does_not_wait_for_ever_for_a_store_that_takes_no_groups(
-    local_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def soon_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration waits .1 s, not ten minutes, for workers that hold as much as they may."""
     monkeypatch.setattr("areal_tasks.rollout.rollouts.CHECK_SECONDS", 0.01)
     monkeypatch.setattr("areal_tasks.rollout.links.FULL_SECONDS", 0.1)
 
+
+def test_an_iteration_does_not_wait_for_ever_for_a_store_that_takes_no_groups(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, soon_full: None
+) -> None:
     async def work() -> None:
         found = rollouts(Scene(capacity=1), local_store, flush_seconds=3600.0, groups_in_memory=2)
         with monkeypatch.context() as patch:
@@ -232,11 +236,9 @@ def test_an_iteration_does_not_wait_for_ever_for_a_store_that_takes_no_groups(
 
 
 def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_end_before_it_has_written(
-    local_store: Store, monkeypatch: pytest.MonkeyPatch
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, soon_full: None
 ) -> None:
     """It uses too much memory, and holds fewer groups than it may."""
-    monkeypatch.setattr("areal_tasks.rollout.rollouts.CHECK_SECONDS", 0.01)
-    monkeypatch.setattr("areal_tasks.rollout.links.FULL_SECONDS", 0.1)
     monkeypatch.setattr(LocalBackend, "create", refuse)
 
     async def work() -> None:
