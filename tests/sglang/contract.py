@@ -378,6 +378,34 @@ def new_weights_wait_for_what_is_drained(t: Target) -> None:
     assert set(after.versions) == {version + 1}
 
 
+def a_stop_string_that_spans_new_weights_is_found(t: Target) -> None:
+    """The same weights come again, as another version, while the greedy answer is within a long stop string."""
+    version, prompt, most, waits = int(t.version), t.prompt(140), t.max_length - 20, cycle(WAITS)
+    decode = tokenizer_of(t.folder).decode
+    [free] = t.generate([prompt], max_new_tokens=most, temperature=0.0, ignore_eos=True)
+    stop = decode(free["output_ids"][2 : most * 9 // 10])
+    request = GenerateRequest(prompt, most, temperature=0.0, ignore_eos=True, stop=(stop,))
+
+    async def interrupt(client: InferenceClient) -> GenerateResult:
+        work = asyncio.ensure_future(client.generate([request]))
+        await asyncio.to_thread(t.await_load, lambda running, _: running > 0 or work.done(), next(waits))
+        await client.update_weights(str(t.folder), version + 1)
+        return (await work)[0]
+
+    def spanned() -> GenerateResult | None:
+        try:
+            with t.client("abort") as run:
+                result: GenerateResult = run(interrupt)
+        finally:
+            assert t.update(t.folder, version).json()["success"]
+        as_before = result.output_ids == free["output_ids"][: len(result.output_ids)]
+        return result if as_before and len(set(result.versions)) == 2 else None
+
+    result = wait_until(spanned, "new weights that come before the end, and the same answer")
+    assert result.stop_reason == "stop" and len(result.output_ids) < most
+    assert stop in decode(result.output_ids) and stop not in decode(result.output_ids[:-1])
+
+
 def a_pause_interrupts_and_the_client_goes_on_afterwards(t: Target) -> None:
     asked, waits, ended = _many(t, 100), cycle(WAITS), list[bool]()
 
@@ -476,6 +504,7 @@ CASES = (
     weights_that_are_not_there_change_nothing,
     an_update_interrupts_and_the_client_goes_on_with_the_new_weights,
     new_weights_wait_for_what_is_drained,
+    a_stop_string_that_spans_new_weights_is_found,
     a_pause_interrupts_and_the_client_goes_on_afterwards,
     requests_paused_in_place_are_held,
     tokens_over_an_older_cache_say_so_and_have_the_logprobs_of_the_mixture,
