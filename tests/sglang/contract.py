@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any, Final
 
 import httpx
@@ -102,8 +102,9 @@ def tokens_of_a_prompt_are_scored_and_the_temperature_is_not_applied(t: Target) 
     for prompt, start, answer in zip(prompts, (4, 5, 6), scored, strict=True):
         unknown, *found = answer["meta_info"]["input_token_logprobs"]
         assert unknown[0] is None and [token for _, token, *_ in found] == prompt[start + 1 :]
-        t.assert_logprobs(prompt[: start + 1], prompt[start + 1 :], [logprob for logprob, *_ in found], 1.0)
-        t.assert_logprobs(prompt, answer["output_ids"], logprobs_of(answer), 1.0)
+        tokens = [*prompt[start + 1 :], *answer["output_ids"]]
+        logprobs = [*(logprob for logprob, *_ in found), *logprobs_of(answer)]
+        t.assert_logprobs(prompt[: start + 1], tokens, logprobs, 1.0)
         assert answer["meta_info"]["prompt_tokens"] == len(prompt) and answer["meta_info"]["completion_tokens"] == 1
     assert not other["meta_info"].get("input_token_logprobs")
 
@@ -379,31 +380,36 @@ def new_weights_wait_for_what_is_drained(t: Target) -> None:
 
 
 def a_stop_string_that_spans_new_weights_is_found(t: Target) -> None:
-    """The same weights come again, as another version, while the greedy answer is within a long stop string."""
-    version, prompt, most, waits = int(t.version), t.prompt(140), t.max_length - 20, cycle(WAITS)
+    """A pause ends the request, and the same weights come again as another version. The text is that of a first run."""
+    version, waits, seeds = int(t.version), cycle(WAITS), count(140)
     decode = tokenizer_of(t.folder).decode
-    [free] = t.generate([prompt], max_new_tokens=most, temperature=0.0, ignore_eos=True)
-    stop = decode(free["output_ids"][2 : most * 9 // 10])
-    request = GenerateRequest(prompt, most, temperature=0.0, ignore_eos=True, stop=(stop,))
 
-    async def interrupt(client: InferenceClient) -> GenerateResult:
-        work = asyncio.ensure_future(client.generate([request]))
-        await asyncio.to_thread(t.await_load, lambda running, _: running > 0 or work.done(), next(waits))
-        await client.update_weights(str(t.folder), version + 1)
-        return (await work)[0]
+    def interrupted(prompt: list[int], wait: float, stop: tuple[str, ...]) -> GenerateResult:
+        request = GenerateRequest(prompt, t.max_length - 20, temperature=0.0, ignore_eos=True, stop=stop)
 
-    def spanned() -> GenerateResult | None:
+        async def again(client: InferenceClient, _: Work) -> None:
+            await client.pause()
+            await asyncio.to_thread(t.update, t.folder, version + 1)
+            await client.resume()
+
         try:
-            with t.client("abort") as run:
-                result: GenerateResult = run(interrupt)
+            return _generated(t, [request], wait, again)[0]
         finally:
             assert t.update(t.folder, version).json()["success"]
-        as_before = result.output_ids == free["output_ids"][: len(result.output_ids)]
-        return result if as_before and len(set(result.versions)) == 2 else None
 
-    result = wait_until(spanned, "new weights that come before the end, and the same answer")
-    assert result.stop_reason == "stop" and len(result.output_ids) < most
-    assert stop in decode(result.output_ids) and stop not in decode(result.output_ids[:-1])
+    def spanned() -> tuple[str, GenerateResult] | None:
+        prompt, wait = t.prompt(next(seeds)), next(waits)
+        first = interrupted(prompt, wait, ())
+        cut = first.versions.count(version)
+        stop = decode(first.output_ids[max(cut - 20, 0) : cut + 10])
+        result = interrupted(prompt, wait, (stop,))
+        cut = result.versions.count(version)
+        parts = decode(result.output_ids[:cut]), decode(result.output_ids[cut:])
+        whole = decode(result.output_ids)
+        return (stop, result) if stop in whole and not any(stop in part for part in parts) else None
+
+    stop, result = wait_until(spanned, "new weights within a text that repeats")
+    assert result.stop_reason == "stop" and stop not in decode(result.output_ids[:-1])
 
 
 def a_pause_interrupts_and_the_client_goes_on_afterwards(t: Target) -> None:

@@ -20,6 +20,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateResult, InferenceClient
+from areal_tasks.engines.ends import Detokenizer, Ends
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
@@ -105,8 +106,11 @@ class Target:
         """Runs a coroutine function of the product's own client."""
 
         async def call(work: Callable[[InferenceClient], Any]) -> Any:
-            settings = Inference(max_concurrent_requests=256)
-            client = InferenceClient([self.url], Access(self.token), settings, interruption=interruption)
+            settings, ends = (
+                Inference(max_concurrent_requests=256),
+                Ends(frozenset(), Detokenizer(tokenizer_of(self.folder))),
+            )
+            client = InferenceClient([self.url], Access(self.token), settings, None, lambda: ends, interruption)
             try:
                 return await asyncio.wait_for(work(client), 3 * LIMIT)
             finally:
