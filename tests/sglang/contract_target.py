@@ -125,10 +125,8 @@ class Target:
         """The first tokens are of `version` and the folder's weights, the others of the next and the other folder's."""
         cut = result.versions.count(version)
         assert result.versions == [version] * cut + [version + 1] * (len(result.output_ids) - cut)
-        for folder, part in ((self.folder, slice(0, cut)), (self.other, slice(cut, None))):
-            if result.output_ids[part]:
-                scores = reference(folder, prompt, result.output_ids, 1.0)
-                self.assert_close(result.logprobs[part], scores[part])
+        before, after = (reference(folder, prompt, result.output_ids, 1.0) for folder in (self.folder, self.other))
+        self.assert_close(result.logprobs, [*before[:cut], *after[cut:]])
 
     def assert_close(self, found: list[float], expected: list[float]) -> None:
         gaps = [abs(a - b) for a, b in zip(found, expected, strict=True)]
