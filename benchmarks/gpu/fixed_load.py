@@ -299,14 +299,18 @@ def saving(found: Sequence[Spent]) -> str:
 
 
 def layout_of(result: Result) -> Layout:
-    """As `fixed_load.sh` names its runs. SystemExit for GPUs that train and generate at the same time."""
+    """As `fixed_load.sh` names its runs. SystemExit for several GPUs that train and generate at the same time.
+
+    Where one GPU does both at once, the run's own speeds are averages of times with and without the other work.
+    """
     run, gpus = result["run"], result.get("gpus", 2)  # the first recorded runs were all on two
-    if not run.startswith(("split-", "shared-0")):
-        raise SystemExit(f"{run}: the simulation does not know GPUs that train and generate at the same time")
-    if run.startswith("shared-0"):
+    if run.startswith(("shared-0", "one-0")):
         return synchronous(gpus)
+    if not run.startswith(("split-", "one-")):
+        raise SystemExit(f"{run}: the simulation does not know several GPUs that train and generate at the same time")
     mode = "abort" if "-abort" in run else "in_place"
-    return Layout(gpus // 2, gpus // 2, eta_of(run), mode=mode, pace=result.get("pace"))
+    half = max(gpus // 2, 1)
+    return Layout(half, half, eta_of(run), mode=mode, pace=result.get("pace"))
 
 
 def times_of(result: Result) -> Times:
@@ -362,7 +366,7 @@ def simulate(result: Result, source: Result) -> str:
     times = replace(times_of(source), publish_waits=layout.eta == 0)
     sigma, longest = 0.0 if "-equal" in run else Load.sigma, result.get("longest", 8000)  # of the first recorded runs
     load = Load(longest=longest, prompt=64, iterations=result["iterations"], sigma=sigma)
-    unbroken, half = starts(result)[1:] or [result["iterations"]], layout.gpus // 2
+    unbroken, half = starts(result)[1:] or [result["iterations"]], max(layout.gpus // 2, 1)
     real = {k: seconds for k, seconds in intervals(result).items() if k < unbroken[0]}
     ends = Simulation(load, layout, times).run().ends
     ours = {k: ends[k] - ends[k - 1] for k in real}
