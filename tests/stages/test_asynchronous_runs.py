@@ -28,6 +28,7 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table
+from benchmarks.simulate import Load
 from flows.alerts import AlertMonitor
 from schemas.recipe.recipe import Recipe, RlhfRecipe
 
@@ -72,17 +73,28 @@ def check(run: Run, eta: int = ETA) -> None:
     assert audit(run.store, run.name).sound
 
 
-def test_samples_are_older_than_the_policy_by_no_more_than_eta(tmp_path: Path) -> None:
+def test_samples_are_no_older_than_eta_and_have_the_lengths_that_were_generated(tmp_path: Path) -> None:
+    """With a heavy tail: a run that dropped or put off slow groups would train on shorter samples."""
+    drawn = {"median": 4.0, "sigma": 1.0, "longest": 24}
+    room = {"rollout": {"max_new_tokens": 24}, "model": {"max_length": 32}}
+
     def execute(jobs: Sequence[Job]) -> list[Built]:
         generation = jobs[0].context.generation
         if generation is not None and jobs[0].label == "train 0":
             wait_until(lambda: generation.tracker.ready() == ETA * GROUPS, "all that may begin with these weights")
         return run_directly(jobs)
 
-    run = drive(tmp_path, "ahead", ahead(), execute)
+    recipe = ahead(workflow={"name": "benchmarks.gpu.drawn:Drawn", "arguments": drawn}, **room)
+    run = drive(tmp_path, "ahead", recipe, execute)
     check(run)
     lags = run_sql(run.store, "ahead", "SELECT DISTINCT iteration - version_min AS lag FROM samples").to_pydict()["lag"]
     assert max(lags) == ETA
+    lengths = (
+        "SELECT list(num_generated ORDER BY sample_index) AS found FROM samples GROUP BY group_id ORDER BY group_id"
+    )
+    load = Load(group_size=recipe.rollout.group_size, **drawn)
+    trained = run_sql(run.store, "ahead", lengths).to_pydict()["found"]
+    assert trained == [load.lengths(group) for group in range(GROUPS * ITERATIONS)]
 
 
 @pytest.mark.slow("a whole run; the rule itself has tests of its own")
