@@ -17,6 +17,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(T
 # One process more than cores, since tests also wait (3 on 2 cores: 8:39, 2: about 10:50). Four at most: each imports torch.
 PYTEST := $(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses=4
 
+# The tests start hundreds of processes. Where this is set, each of them would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo demo-s3 down test test-slow test-all chaos lint docs bench
 
 install: .venv/installed
