@@ -78,7 +78,7 @@ def test_requests_that_wait_for_their_floor_cost_no_search_each(monkeypatch: pyt
             await client.update_weights("zero", 0)
             late = asyncio.ensure_future(client.generate(floored(50, 2) + floored(50, 1)))
             await until(lambda: len(client._waiting) == 100)
-            monkeypatch.setattr("areal_tasks.engines.client.choose", search)
+            monkeypatch.setattr("areal_tasks.engines.server_pool.choose", search)
             client._dispatch()
             assert len(searches) == 2 and len(client._waiting) == 100
             await client.update_weights("two", 2)
