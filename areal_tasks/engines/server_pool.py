@@ -34,7 +34,6 @@ PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first probe of an evicted 
 LOST_SECONDS: Final = 20.0  # a server that has failed for longer is restarted
 WATCH_SECONDS: Final = 20.0  # pause between two probes of a server with requests in flight
 WATCH_FAILURES: Final = 3  # consecutive probes without progress after which a server counts as hung
-VERSION_POLL_SECONDS: Final = 0.05  # pause between two polls of the weights version of a server
 
 
 class _Waiter(NamedTuple):
@@ -49,7 +48,8 @@ class ServerPool(ABC):
     """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
     Only one client of the servers, in the flow, has target weights and gives them to the servers. In other clients a
-    server generates with the weights that it holds, which may change at any time, and a probe never makes it generate.
+    server generates with the weights that it holds, which may change at any time; the first client tells them by
+    `serving` which these are. There a probe never makes it generate.
     """
 
     def __init__(
@@ -345,8 +345,6 @@ class ServerPool(ABC):
                 refused = min(refused, waiter.floor)
                 skipped.append(waiter)
         self._waiting.extendleft(reversed(skipped))
-        for server in self.servers if skipped and self.target is None else ():
-            self._background("version", server, self._poll_version)
         if self._closed:
             self._give_up()
         elif self._waiting and not self.healthy():
@@ -365,13 +363,3 @@ class ServerPool(ABC):
             waiter = self._waiting.popleft()
             if not waiter.given.done():
                 waiter.given.set_exception(self._no_server())
-
-    async def _poll_version(self, server: Server) -> None:
-        """Poll the server's version while requests wait for newer weights than it is known to hold."""
-        while server.healthy and any(waiter.floor > (server.version or 0) for waiter in self._waiting):
-            try:
-                await server.ask_version()
-            except ServerDown as error:
-                self._evict(server, error)
-            self._dispatch()
-            await asyncio.sleep(VERSION_POLL_SECONDS)
