@@ -49,7 +49,6 @@ class Layout:
     targets: Int[Tensor, " T"]  # the counted tokens
     where: Int[Tensor, " T"]  # their index in the flat columns
     samples: Int[Tensor, " T"]  # the sample each belongs to
-    tokens: int  # positions the model computes, padding left out
     bounds: Int[Tensor, " S"] | None = None  # packed: where each sample starts in the row and the last one ends, int32
     longest: int = 0  # no sample between bounds is longer; a power of two, so that few values occur
 
@@ -109,7 +108,6 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
         targets=sequences.input_ids[where].long(),
         where=where,
         samples=rows.repeat_interleave(lengths)[counted],
-        tokens=len(cells),
         bounds=_bounds(lengths, width) if kind == "packed" else None,
         longest=1 << (int(lengths.max()) - 1).bit_length() if len(cells) else 1,
     )

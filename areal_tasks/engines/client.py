@@ -7,27 +7,24 @@ interrupted one continues from its partial output. Every token keeps the logprob
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.pool_weights import UpdatedPool
-from areal_tasks.engines.server import BadRequest, Server, ServerDown, choose, each_token, stale_runs, version_runs
+from areal_tasks.engines.server import BadRequest, Server, ServerDown, each_token, stale_runs, version_runs
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 
 ATTEMPTS: Final = 4  # servers that a request is tried on: a request that crashes its server must not crash all of them
-VERSION_POLL_SECONDS: Final = 0.05  # pause between two polls of the weights version of a server
 IDLE_CONTINUATIONS: Final = 16  # consecutive interruptions without a new token that are tolerated
 
 
@@ -91,14 +88,6 @@ class _Work:
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class _Waiter(NamedTuple):
-    """A request that waits for a server, which becomes the result of `given`."""
-
-    floor: int
-    samples: int
-    given: asyncio.Future[Server]
-
-
 class InferenceClient(UpdatedPool):
     """Use within one event loop; `close()` when done. `settings`: the recipe's inference section.
 
@@ -120,7 +109,6 @@ class InferenceClient(UpdatedPool):
         super().__init__(urls, access, settings, patience_seconds, interruption)
         self._ends = ends
         self._gathered: list[_Work] = []  # in this iteration of the event loop
-        self._waiting: deque[_Waiter] = deque()
 
     @property
     def capacity(self) -> int:
@@ -239,69 +227,6 @@ class InferenceClient(UpdatedPool):
             raise ServerDown(f"{server.url} generated with weights {sorted(found)}, expected {first} to {last}")
         if self.target is None and found:
             server.version = max(last, server.version or 0)
-
-    @asynccontextmanager
-    async def _server_for(self, floor: int, samples: int) -> AsyncIterator[Server]:
-        """Wait for a server; inside, it counts the request as in flight. Raises ServerDown if none becomes healthy."""
-        waiter = _Waiter(floor, samples, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        self._dispatch()
-        try:
-            server = await waiter.given
-            self._background("watch", server, self._watch)
-            yield server
-        finally:
-            if (given := waiter.given).done() and not given.cancelled() and given.exception() is None:
-                given.result().end(samples)
-            self._dispatch()
-
-    def _dispatch(self) -> None:
-        """Assign waiting requests to servers, in order."""
-        self.followers.changed()
-        skipped, refused = [], math.inf  # these, and whatever has this floor or a higher one, wait for newer weights
-        room = choose(self.servers)
-        while self._waiting and room:
-            waiter = self._waiting.popleft()
-            if waiter.given.done():  # it was cancelled
-                continue
-            if waiter.floor < refused and (server := choose(self.servers, waiter.floor)):
-                server.begin(waiter.samples)
-                waiter.given.set_result(server)
-                room = choose(self.servers)
-            else:
-                refused = min(refused, waiter.floor)
-                skipped.append(waiter)
-        self._waiting.extendleft(reversed(skipped))
-        for server in self.servers if skipped and self.target is None else ():
-            self._background("version", server, self._poll_version)
-        if self._closed:
-            self._give_up()
-        elif self._waiting and not self.healthy():
-            self._background("no server", None, self._no_server_timer)
-
-    async def _no_server_timer(self, _: None) -> None:
-        """Wait for a healthy server; if none becomes healthy in time, fail the waiting requests."""
-        try:
-            await self._until(lambda: any(server.healthy for server in self.servers))
-        except ServerDown:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Fail all waiting requests with ServerDown."""
-        while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.given.done():
-                waiter.given.set_exception(self._no_server())
-
-    async def _poll_version(self, server: Server) -> None:
-        """Poll the server's version while requests wait for newer weights than it is known to hold."""
-        while server.healthy and any(waiter.floor > (server.version or 0) for waiter in self._waiting):
-            try:
-                await server.ask_version()
-            except ServerDown as error:
-                self._evict(server, error)
-            self._dispatch()
-            await asyncio.sleep(VERSION_POLL_SECONDS)
 
     def _extend(self, work: _Work, answer: dict[str, Any], server: str) -> bool:
         """Append the new part of an answer. Returns whether the completion has ended although the server continued."""

@@ -1,4 +1,4 @@
-"""The set of a run's inference servers, and which of them are healthy.
+"""The set of a run's inference servers, which of them are healthy, and the requests that wait for one.
 
 A server that fails is evicted immediately; one that has requests and makes no progress is detected by probes. A
 background task probes an evicted server, or one that has just joined, until it is healthy and in the state of the
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple, TypeVar
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
-from areal_tasks.engines.server import POLL_SECONDS, Server, ServerDown, Target, in_flight
+from areal_tasks.engines.server import POLL_SECONDS, Server, ServerDown, Target, choose, in_flight
 from areal_tasks.engines.sharing import Followers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
@@ -25,7 +28,6 @@ from schemas.recipe.sections import Inference
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", Server, None)
-T = TypeVar("T")
 
 NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted and none is restarted
 PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first probe of an evicted server, and the longest between two
@@ -34,11 +36,20 @@ WATCH_SECONDS: Final = 20.0  # pause between two probes of a server with request
 WATCH_FAILURES: Final = 3  # consecutive probes without progress after which a server counts as hung
 
 
+class _Waiter(NamedTuple):
+    """A request that waits for a server, which becomes the result of `given`."""
+
+    floor: int
+    samples: int
+    given: asyncio.Future[Server]
+
+
 class ServerPool(ABC):
     """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
     Only one client of the servers, in the flow, has target weights and gives them to the servers. In other clients a
-    server generates with the weights that it holds, which may change at any time, and a probe never makes it generate.
+    server generates with the weights that it holds, which may change at any time; the first client tells them by
+    `serving` which these are. There a probe never makes it generate.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class ServerPool(ABC):
         self._patience = NO_SERVER_SECONDS if patience is None else patience
         self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}  # at most one per kind and server
         self._last_error: Exception | None = None
+        self._waiting: deque[_Waiter] = deque()
 
     def _server(self, url: str, start: int = 0, healthy: bool = True, current: bool = True) -> Server:
         slots, seconds = self.settings.max_concurrent_requests, self.settings.request_timeout_seconds
@@ -81,10 +93,6 @@ class ServerPool(ABC):
         self._dispatch()
         for server in self.servers:
             await server.close()
-
-    @abstractmethod
-    def _dispatch(self) -> None:
-        """Assign waiting requests to servers, after a change of which servers may generate."""
 
     @abstractmethod
     async def _prepare(self, server: Server) -> None:
@@ -302,3 +310,56 @@ class ServerPool(ABC):
                 log.log(logging.WARNING if again else logging.INFO, "inference server %s is admitted", server.url)
             server.healthy, server.admitted = True, self.clock()
             self._dispatch()
+
+    # ── requests that wait for a server ───────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def _server_for(self, floor: int, samples: int) -> AsyncIterator[Server]:
+        """Wait for a server; inside, it counts the request as in flight. Raises ServerDown if none becomes healthy."""
+        waiter = _Waiter(floor, samples, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._dispatch()
+        try:
+            server = await waiter.given
+            self._background("watch", server, self._watch)
+            yield server
+        finally:
+            if (given := waiter.given).done() and not given.cancelled() and given.exception() is None:
+                given.result().end(samples)
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Assign waiting requests to servers, in order."""
+        self.followers.changed()
+        skipped, refused = [], math.inf  # these, and whatever has this floor or a higher one, wait for newer weights
+        room = choose(self.servers)
+        while self._waiting and room:
+            waiter = self._waiting.popleft()
+            if waiter.given.done():  # it was cancelled
+                continue
+            if waiter.floor < refused and (server := choose(self.servers, waiter.floor)):
+                server.begin(waiter.samples)
+                waiter.given.set_result(server)
+                room = choose(self.servers)
+            else:
+                refused = min(refused, waiter.floor)
+                skipped.append(waiter)
+        self._waiting.extendleft(reversed(skipped))
+        if self._closed:
+            self._give_up()
+        elif self._waiting and not self.healthy():
+            self._background("no server", None, self._no_server_timer)
+
+    async def _no_server_timer(self, _: None) -> None:
+        """Wait for a healthy server; if none becomes healthy in time, fail the waiting requests."""
+        try:
+            await self._until(lambda: any(server.healthy for server in self.servers))
+        except ServerDown:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Fail all waiting requests with ServerDown."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.given.done():
+                waiter.given.set_exception(self._no_server())

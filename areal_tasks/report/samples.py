@@ -10,12 +10,11 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from areal_tasks.report.curves import number
 from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.shards import read_table
+from areal_tasks.store.shards import read_shard
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, TableRef
 from schemas.tables import TABLES
@@ -197,13 +196,8 @@ def table_refs(catalog: Catalog, commit: IterationCommit, tables: set[str]) -> d
 
 
 def _rows(catalog: Catalog, ref: TableRef, wanted: pa.Array, columns: Sequence[str]) -> list[Row]:
-    store = catalog.run.store
-    try:
-        table = read_table(store, ref, columns)
-    except ValueError:  # written by an earlier version, with fewer columns
-        filesystem, root = store.arrow()
-        there = pq.read_schema(f"{root}/{ref.shards[0].path}", filesystem=filesystem).names
-        table = read_table(store, ref, [name for name in columns if name in there])
+    """The wanted samples, with those of the columns that the version which wrote the table had."""
+    table = pa.concat_tables(parallel(lambda shard: read_shard(catalog.run.store, shard, columns), ref.shards))
     rows: list[Row] = table.filter(pc.is_in(table["sample_id"], value_set=wanted)).to_pylist()
     return rows
 

@@ -7,18 +7,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from areal_tasks.engines import models
 from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.commit import read_record
-from areal_tasks.store.objects.files import materialise
-from areal_tasks.store.reachable import INITIAL, named_weights
+from areal_tasks.store.reachable import INITIAL, published_weights
 from schemas.errors import UserError
-from schemas.manifest import FileRef, WeightsManifest
 
 Decode = Callable[[list[int]], str]
 Name = Callable[[int], str | None]
 
 _BROKEN: Final = "\ufffd"  # what decoders give for a part of a character
-_LARGE: Final = (".safetensors", ".bin", ".pt", ".gguf")
 _FAST: Final = "tokenizer.json"
 
 
@@ -66,22 +63,13 @@ def load_tokenizer(catalog: Catalog, scratch: Path) -> tuple[Decode, Name]:
     """The run's tokenizer as two functions: decode ids, and name a token.
 
     Raises:
-        UserError: the run has no initial weights, or they hold no tokenizer.
+        UserError: the run has no initial weights, as stage `initialise` recorded them, or they hold no tokenizer.
     """
-    small = [file for file in initial_files(catalog) if not file.path.endswith(_LARGE)]
-    if not small:
-        raise UserError("its initial weights hold no tokenizer")
-    folder = materialise(catalog.run.store, small, scratch)
-    return _fast(folder / _FAST) if (folder / _FAST).is_file() else _slow(folder)
-
-
-def initial_files(catalog: Catalog) -> tuple[FileRef, ...]:
-    """The files of version 0, as stage `initialise` recorded them."""
-    found = catalog.selected(catalog.stages_of.get(INITIAL, set()))
+    found, store = catalog.selected(catalog.stages_of.get(INITIAL, set())), catalog.run.store
     if not found:
         raise UserError("it has no initial weights yet")
-    store = catalog.run.store
-    return read_record(store, named_weights(store, found[0].manifest).path, WeightsManifest).files
+    folder = models.describing_files(store, published_weights(store, found[0].manifest), scratch)
+    return _fast(folder / _FAST) if (folder / _FAST).is_file() else _slow(folder)
 
 
 def _fast(path: Path) -> tuple[Decode, Name]:
@@ -94,8 +82,6 @@ def _fast(path: Path) -> tuple[Decode, Name]:
 
 def _slow(folder: Path) -> tuple[Decode, Name]:
     """With transformers, which reads the older formats."""
-    from areal_tasks.engines import models
-
     tokenizer = models.load_tokenizer(folder)
     return (
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),

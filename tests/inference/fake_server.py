@@ -13,11 +13,12 @@ from waiting import until
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
+from areal_tasks.engines.sharing import Followers
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
 from tests.inference.virtual_time import run
 
-__all__ = ["Fake", "check", "requests", "run", "serve", "serving", "until"]
+__all__ = ["Fake", "Told", "check", "requests", "run", "serve", "serving", "until"]
 
 
 class Fake:
@@ -116,6 +117,23 @@ class Fake:
     async def command(self, request: web.Request) -> web.Response:
         self.ended.set()
         return web.Response()  # SGLang answers an abort with nothing
+
+
+class Told(Followers):
+    """Another client, which the one that gives the servers weights tells at once what they hold."""
+
+    def __init__(self, leader: InferenceClient, client: InferenceClient) -> None:
+        super().__init__()
+        self.leader, self.client = leader, client
+
+    def changed(self) -> None:
+        self.telling = asyncio.ensure_future(self.acknowledged())
+
+    async def acknowledged(self) -> None:
+        await self.client.follow(self.leader.serving)
+
+    async def busy(self) -> dict[str, int]:
+        return {server.url: server.requests for server in self.client.servers}
 
 
 @asynccontextmanager

@@ -16,12 +16,19 @@ from hypothesis import strategies as st
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
 from areal_tasks.engines.server import Server, choose
+from areal_tasks.engines.sharing import Serving, SharedServer
 from schemas.recipe.sections import Inference
-from tests.inference.fake_server import Fake, check, requests, run, serve, serving, until
+from tests.inference.fake_server import Fake, Told, check, requests, run, serve, serving, until
 
 
 def floored(groups: int, floor: int) -> list[GenerateRequest]:
     return [replace(request, floor=floor) for request in requests(groups)]
+
+
+def held(fakes: Iterable[Fake]) -> Serving:
+    """What the client that gives the servers weights tells the others: each may generate with what it holds."""
+    servers = (SharedServer(url=fake.url, start=0, version=fake.version, may_generate=True) for fake in fakes)
+    return Serving(servers=tuple(servers), versions_unknown=False, requests=64)
 
 
 @asynccontextmanager
@@ -30,10 +37,8 @@ async def follower(fakes: Sequence[Fake], **changes: Any) -> AsyncIterator[Infer
     runners = [await serve(fake) for fake in fakes if not fake.url]
     client = InferenceClient([], Access("token"), Inference(**changes))
     client.clock = asyncio.get_running_loop().time
-    urls = [fake.url for fake in fakes]
-    await client.sync(dict.fromkeys(urls, 0), urls)
+    await client.follow(held(fakes))
     try:
-        await client.wait_healthy()
         yield client
     finally:
         await client.close()
@@ -78,7 +83,7 @@ def test_requests_that_wait_for_their_floor_cost_no_search_each(monkeypatch: pyt
             await client.update_weights("zero", 0)
             late = asyncio.ensure_future(client.generate(floored(50, 2) + floored(50, 1)))
             await until(lambda: len(client._waiting) == 100)
-            monkeypatch.setattr("areal_tasks.engines.client.choose", search)
+            monkeypatch.setattr("areal_tasks.engines.server_pool.choose", search)
             client._dispatch()
             assert len(searches) == 2 and len(client._waiting) == 100
             await client.update_weights("two", 2)
@@ -91,6 +96,7 @@ def test_weights_that_another_client_gives_end_the_wait() -> None:
     async def test() -> None:
         fakes = [Fake(), Fake()]
         async with serving(*fakes) as leader, follower(fakes) as client:
+            leader.followers.parts.append(Told(leader, client))
             check(requests(4), await client.generate(requests(4)))
             work = asyncio.ensure_future(client.generate(floored(4, 3)))
             await until(lambda: len(client._waiting) == 4)
@@ -121,6 +127,7 @@ def test_retries_and_continuations_have_the_floor_too() -> None:
             await until(lambda: bool(client._waiting))
             assert old.bodies == [] and len(new.bodies) == 2
             old.version = 2
+            await client.follow(held([old, new]))
             [first, second] = await work
             assert first.versions == second.versions == [2] * 3 and first.server == old.url
 
@@ -128,7 +135,7 @@ def test_retries_and_continuations_have_the_floor_too() -> None:
 
 
 def test_a_server_that_has_gone_back_is_not_believed() -> None:
-    """It was started again on older weights, and this client has not been told."""
+    """It was started again on older weights, and this client has not been told: it is evicted for their tokens."""
 
     async def test() -> None:
         fake = Fake(version=5)
@@ -136,7 +143,7 @@ def test_a_server_that_has_gone_back_is_not_believed() -> None:
             check(requests(2), await client.generate(requests(2)), version=5)
             fake.version = 4
             work = asyncio.ensure_future(client.generate(floored(2, 5)))
-            await until(lambda: client.servers[0].version == 4)
+            await until(lambda: not client.servers[0].healthy)
             assert not work.done()
             fake.version = 5
             check(requests(2), await work, version=5)
@@ -181,6 +188,7 @@ def test_no_token_is_of_weights_below_the_floor(versions: list[list[int]], floor
                 for step in [*steps, 4]:  # at least the highest floor in the end
                     await asyncio.sleep(0.4)  # as training takes its time
                     fake.version += step
+                    await client.follow(held(fakes))
 
             await asyncio.gather(*map(update, fakes, versions))
             results = [result for [result] in await asyncio.gather(*work)]

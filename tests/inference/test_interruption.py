@@ -31,6 +31,7 @@ from areal_tasks.engines.server import each_token
 from areal_tasks.store.backend import open_store
 from schemas.recipe.derived import Interruption
 from schemas.recipe.sections import Inference
+from tests.inference.fake_server import Told
 from tests.inference.held import Held, logprobs_of_runs
 from tests.inference.helpers import VOCABULARY, make_engine, submit
 
@@ -275,13 +276,15 @@ def test_requests_continue_over_several_updates(
 def test_requests_of_another_client_continue(
     mode: Interruption | None, engine_of: EngineOf, tmp_path: Path, models: list[Any], folders: list[Path]
 ) -> None:
-    """One that gives no weights and knows of none, as in another process: what it asked for is ended, or goes on."""
+    """One that gives no weights, as in another process: what it asked for is ended, or goes on."""
     engine = engine_of()
     held = Held(engine, 5)
 
     async def test() -> None:
         async with served(engine, tmp_path, mode) as leader:
-            client = InferenceClient([server.url for server in leader.servers], Access(), TOGETHER)
+            client = InferenceClient([], Access(), TOGETHER)
+            leader.followers.parts.append(told := Told(leader, client))
+            await told.acknowledged()
             early = asyncio.ensure_future(client.generate([request(i) for i in range(3)]))
             await asyncio.to_thread(held.wait, 0)
             late = asyncio.ensure_future(client.generate([request(9, floor=1)]))

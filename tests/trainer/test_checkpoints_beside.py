@@ -20,6 +20,7 @@ from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters
 from areal_tasks.engines.trainer.checkpoint_files import Copies
 from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Finished, Load, Train
 from areal_tasks.engines.trainer.fencing import StaleCommand, Superseded
+from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import host_room
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.store.backend import StoreError, Unavailable
@@ -192,15 +193,20 @@ def test_copies_lie_in_blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert [len(block) for block in copies.blocks] == [896]
 
 
-def test_memory_for_copies_is_allocated_before_the_first_checkpoint(rlhf: World) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_backend_may_have_memory_for_copies_allocated_after_the_first_step(
+    rlhf: World, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend, "copies_early", early)
     trainer = rlhf.trainer()
-    trainer.writer.prepare(trainer._plan_checkpoint)
+    trainer.train(train(rlhf, 0))
     trainer.writer._wait()
     blocks = [block.data_ptr() for block in trainer.writer.copies.blocks]
-    before, files = state(trainer), begin(rlhf, trainer, "a", 0)
-    trainer.train(train(rlhf, 0))
-    assert blocks and [block.data_ptr() for block in trainer.writer.copies.blocks] == blocks
-    assert same(state(loaded(rlhf, files(True), 0)), before)
+    before, files = state(trainer), begin(rlhf, trainer, "a", 1)
+    trainer.train(train(rlhf, 1))
+    assert bool(blocks) == early
+    assert not early or [block.data_ptr() for block in trainer.writer.copies.blocks] == blocks
+    assert same(state(loaded(rlhf, files(True), 1)), before)
 
 
 def test_a_container_may_leave_less_memory_than_the_machine(tmp_path: Path) -> None:

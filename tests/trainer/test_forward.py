@@ -80,7 +80,7 @@ def test_no_sequence_sees_another(model: Any, kind: LayoutKind) -> None:
         changed = Sequences(others, sequences.counted, sequences.starts, LENGTHS)
         own = layout.samples == sample
         laid = make_layout(changed, torch.arange(5), kind)
-        same_targets = Layout(laid.input_ids, laid.position_ids, *_cells(layout), laid.tokens)
+        same_targets = Layout(laid.input_ids, laid.position_ids, *_cells(layout))
         assert torch.equal(score_tokens(model, same_targets, 1.0).logprobs[own], before[own])
 
 
@@ -95,7 +95,7 @@ def test_what_fills_the_padding_does_not_matter(tiny: Path) -> None:
     padding = torch.arange(layout.input_ids.shape[1])[None] >= LENGTHS[:, None] - 1
     filled = layout.input_ids.masked_fill(padding, 15)
     assert padding.any()
-    other = Layout(filled, None, *_cells(layout), layout.tokens)
+    other = Layout(filled, None, *_cells(layout))
     assert torch.equal(score_tokens(model, layout, 1.0).logprobs, score_tokens(model, other, 1.0).logprobs)
 
 

@@ -32,7 +32,7 @@ from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
 from areal_tasks.engines.ends import Detokenizer, end_tokens
-from areal_tasks.engines.fetching import weights_folder
+from areal_tasks.engines.fetching import local_weights, weights_folder
 from areal_tasks.engines.models import load_tokenizer
 from areal_tasks.engines.service import ServiceSpec, as_service, endpoint, read_spec, serve, status_in
 from areal_tasks.store.backend import Store, Unavailable, open_store
@@ -55,9 +55,8 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) ->
     settings = Inference.model_validate(spec.recipe.get("inference", {}))
     model = Model.model_validate(spec.recipe["model"])
     store = open_store(spec.store_url)
-    read_weights(store, spec.weights)  # the manifest's digest is verified
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    with weights_folder(store, store.uri(spec.weights.path)) as folder:
+    with local_weights(store, read_weights(store, spec.weights).files) as folder:
         runner = Runner(folder, settings.slots, model.max_length, getattr(torch, model.dtype))
         tokenizer = load_tokenizer(folder)
     engine = Engine(

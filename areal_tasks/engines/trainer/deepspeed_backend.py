@@ -74,6 +74,8 @@ class DeepSpeedBackend(LocalBackend):
     accumulates gradients in fp32 only for fp32 weights, so it is given those, and passes use a working copy.
     """
 
+    copies_early = False  # planning a checkpoint makes copies already, except at stage 0
+
     def __init__(self, settings: Trainer, model: Model) -> None:
         super().__init__(settings, model)
         self.model_settings = model

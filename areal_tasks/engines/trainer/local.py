@@ -125,6 +125,11 @@ class LocalBackend:
         yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
         yield from policy.saved_buffers()
 
+    @property
+    def copies_early(self) -> bool:
+        """Whether the memory for the first checkpoint's copies is allocated after the first step: it is page-locked."""
+        return self.device.type == "cuda"
+
     def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
         """Plan to write model, optimizer, RNG and progress into `folder`. Every rank takes part."""
         return Saving(folder, held_parameters(self.master.model, self.optimizer), progress)

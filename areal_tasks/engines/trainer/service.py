@@ -155,7 +155,7 @@ class Trainer:
                 learner, part = self._learner(command)
                 work = functools.partial(self._learn, learner, part, command.version)
                 done = self.fence.change(command.version, command.digest, work)
-            if self.backend.device.type == "cuda" and self.settings.trainer.backend == "fsdp2":  # DeepSpeed has its own
+            if self.backend.copies_early:
                 self.writer.prepare(self._plan_checkpoint)
         if command.prefix is not None and not done.written and self.group.rank == 0:
             of = done.tables
