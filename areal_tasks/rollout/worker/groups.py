@@ -29,7 +29,7 @@ from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import StartClosed
-from areal_tasks.workflows import Prompt, Sample, SingleTurn, Workflow, WorkflowContext, samples_to_table
+from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, check_values
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord
 from schemas.recipe.sections import Rollout
@@ -224,7 +224,7 @@ class Groups:
         work = self.workflow.run(self.prompt_of(lease.index), context)
         section = "rollout" if self.spools else "evaluation"
         samples = await in_time(work, self.limits.group_seconds, f"{section}.group_seconds")
-        return samples if type(self.workflow) is SingleTurn else checked(samples, lease)
+        return checked(samples, lease)
 
     def _fail(self, lease: orders.Lease, error: BaseException) -> None:
         log.warning("group %d has failed", lease.index, exc_info=error)
@@ -243,10 +243,7 @@ class Groups:
 
 
 def checked(samples: object, lease: orders.Lease) -> list[Sample]:
-    """The samples that a user's workflow returned. TypeError unless they are valid samples of the leased group.
-
-    This takes half a millisecond per group, most of it to see that the columns hold the values.
-    """
+    """The samples that a workflow returned. TypeError unless they are valid samples of the leased group."""
     wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
     if not wanted:
         raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")
@@ -255,7 +252,7 @@ def checked(samples: object, lease: orders.Lease) -> list[Sample]:
         raise TypeError("the workflow's `run` returned samples of another prompt than it was given")
     if any(later.sample_index <= sample.sample_index for sample, later in pairwise(found)):
         raise TypeError("the workflow's `run` returned samples that are not in the order of `sample_index`")
-    samples_to_table(found)  # raises if a column cannot hold a value
+    check_values(found)
     if (oldest := oldest_version(found, lease.floor)) < lease.floor:
         raise TypeError(
             f"a sample that the workflow returned has a token of weights version {oldest}; its group was given no "
