@@ -136,9 +136,10 @@ class VerifierPool:
         """The next rows for a worker, once there are some; None once the pool is closed."""
         with self._changed:
             while not self._closed:
-                open_calls = (call for call in self._calls if not call.done())
+                open_calls = [call for call in self._calls if not call.done()]
                 if (call := next((call for call in open_calls if call.waiting or not call.rows), None)) is not None:
-                    size = min(MAX_CHUNK, math.ceil(len(call.waiting) / (2 * self.settings.workers)))
+                    share = math.ceil(sum(len(one.waiting) for one in open_calls) / (2 * self.settings.workers))
+                    size = min(MAX_CHUNK, share, len(call.waiting))
                     return call, deque(call.waiting.popleft() for _ in range(size))
                 self._changed.wait()
             return None

@@ -1,4 +1,4 @@
-"""Verifies samples during generation: for filters, which reject groups at once, and for workflows that ask."""
+"""Verifies groups as they finish: for filters, which reject some, for workflows that ask, or in advance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Judge:
     """Verifies samples, and decides which groups filters reject. Use within one event loop.
 
     `judged_with` is the digest of what verdicts depend on besides the samples. `known` has the verdicts of one attempt
-    at a group, one for each completion.
+    at a group, one for each completion. Verdicts that decide nothing are made in advance of the stage `verify`, and are
+    not written.
     """
 
     verify: Verify
@@ -40,6 +41,7 @@ class Judge:
     filters: Filters
     function: Function | None = None
     seconds: float = 3600.0  # limit of a call of `function`
+    decides: bool = True  # as of `judges_groups`
 
     async def verdict(self, known: dict[Row, VerifyResult], sample: Sample) -> VerifyResult:
         """The verdict on a sample as it is now, for a workflow that asks. Errors as of `__call__`."""
@@ -62,7 +64,7 @@ class Judge:
         found = iter(await self._verified(missing) if missing else ())
         for sample, row in zip(samples, rows, strict=True):
             sample.verdict = known[row] if row in known else next(found)
-            sample.judged_with = self.judged_with
+            sample.judged_with = self.judged_with if self.decides else ""
         results = verdicts_of(samples)
         reason = rejection(results, self.filters)
         if reason or self.function is None:

@@ -74,20 +74,25 @@ class Generated(OfGroup):
     kind: Literal["generated"] = "generated"
 
 
-class Finished(OfGroup):
-    """A group waits in the worker's memory. `version`: of its oldest token; `verdicts`: if it was verified."""
+class Ended(OfGroup):
+    """A group has ended. `verdicts`: if it was verified; `judged_with`: what they depend on besides the samples."""
+
+    verdicts: tuple[VerifyResult, ...] = ()
+    judged_with: str = ""
+
+
+class Finished(Ended):
+    """A group waits in the worker's memory. `version`: of its oldest token."""
 
     kind: Literal["finished"] = "finished"
     version: int
-    verdicts: tuple[VerifyResult, ...] = ()
 
 
-class Rejected(OfGroup):
+class Rejected(Ended):
     """A filter rejects a group."""
 
     kind: Literal["rejected"] = "rejected"
     reason: str
-    verdicts: tuple[VerifyResult, ...]
 
 
 class Failed(OfGroup):

@@ -20,7 +20,6 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.engines.workers import Backlog
-from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout import orders
 from areal_tasks.rollout.background import Background
 from areal_tasks.rollout.filters import mean_reward
@@ -61,7 +60,7 @@ class Rollouts:
     connect: Callable[[str, Rollouts], Link]
     limits: Rollout
     spool: Spool
-    verdicts: list[VerifyResult] = field(default_factory=list)  # on groups; the stage that takes groups clears it
+    judged: dict[int, orders.Ended] = field(default_factory=dict)  # by group; stages remove them
     held: threading.Event = field(default_factory=threading.Event)
     _taking: bool = False
     _assigned: Assignments = field(default_factory=Assignments)
@@ -303,7 +302,7 @@ class Rollouts:
             self._fail(event)
             return
         self.suspects.clear(event.index)
-        self.verdicts += event.verdicts
+        self.judged[event.index] = event
         if isinstance(event, orders.Finished):
             self._assigned.enter(event.index, "held")
             self.tracker.finish(event.index, event.version)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.made_with import ENGINE_FIELDS, made_with
-from areal_tasks.rollout.orders import Begin
+from areal_tasks.rollout.orders import Begin, Ended
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.rollout.rollouts import Rollouts, recover
 from areal_tasks.rollout.settled import settled_after
@@ -112,10 +112,16 @@ class Generation:
 
         with reported(f"rollout {context.iteration}", "samples", count):
             parts = self._servers.call(rollouts.take(prefix), generates=rollouts.client)
-        check_verdicts(rollouts.verdicts, context.recipe)
+        check_verdicts(rollouts.judged, context.recipe)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
         return Output(tables, sizes | rollouts.rejections.metrics())
+
+    def verdicts(self, groups: Iterable[int], judged_with: str) -> dict[int, Sequence[VerifyResult]]:
+        """The verdicts of these groups' samples that workers made with these settings and did not write, each once."""
+        judged = self._rollouts.judged if self._rollouts is not None else {}
+        found = {group: judged.pop(group) for group in groups if group in judged}
+        return {group: one.verdicts for group, one in found.items() if one.judged_with == judged_with}
 
     def consume(self, taken: Sequence[int]) -> None:
         """Settle the groups `taken`: the iteration's rollout, which may be of an earlier start, is committed."""
@@ -254,11 +260,14 @@ def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
     return table.model_copy(update={"digest": content_digest(read_table(store, table))})
 
 
-def check_verdicts(verdicts: list[VerifyResult], recipe: Recipe) -> None:
-    """UserError if too many samples since the last iteration, of rejected groups too, could not be verified."""
-    if verdicts:
-        check_failures(verdicts, recipe.reward)  # type: ignore[union-attr]
-        verdicts.clear()
+def check_verdicts(judged: dict[int, Ended], recipe: Recipe) -> None:
+    """UserError if too many samples since the last iteration, of rejected groups too, could not be verified.
+
+    Verdicts that decide nothing about a group are left to the stage `verify`.
+    """
+    assert isinstance(recipe, RlhfRecipe)
+    if judges_groups(recipe, recipe.rollout):
+        check_failures([one for group in list(judged) for one in judged.pop(group).verdicts], recipe.reward)
 
 
 def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:

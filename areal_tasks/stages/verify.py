@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -22,11 +23,14 @@ from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Reward
 from schemas.tables import JUDGED, VERDICTS, VERIFY
 
+if TYPE_CHECKING:
+    from areal_tasks.stages.generation import Generation
+
 
 def verify(recipe: RlhfRecipe) -> Stage:
     """One row per sample: reward, verdict, and the answer found in the text.
 
-    Verdicts that were made with the same settings while groups were generated are reused.
+    Verdicts that were made with the same settings while groups were generated are taken over.
     """
     judged = columns("judged", *JUDGED.names) if judges_groups(recipe, recipe.rollout) else ()
     return Stage(
@@ -34,7 +38,7 @@ def verify(recipe: RlhfRecipe) -> Stage:
         kind=Kind.PURE,
         version=verifier_version(recipe.reward.verifier),
         run=run,
-        reads=(*columns("rollout", "sample_id", *Row._fields), *judged),
+        reads=(*columns("rollout", "sample_id", "group_id", *Row._fields), *judged),
         writes=("verify",),
         fields=("reward",),
     )
@@ -43,7 +47,7 @@ def verify(recipe: RlhfRecipe) -> Stage:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Verify all samples. UserError if the share that could not be verified exceeds `reward.max_unverified`."""
     rollout = inputs.read(context, "rollout")
-    known = known_verdicts(context, inputs)
+    known = known_verdicts(context, inputs, rollout)
     ids = rollout["sample_id"].to_pylist()
     missing = [i for i, sample in enumerate(ids) if sample not in known]
     if missing:
@@ -57,13 +61,24 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     return Output({"verify": table}, {"reward": mean_reward(results), **counts})
 
 
-def known_verdicts(context: Context, inputs: Inputs) -> dict[str, VerifyResult]:
+def known_verdicts(context: Context, inputs: Inputs, rollout: pa.Table) -> dict[str, VerifyResult]:
     """By sample id, the verdicts that were made during generation with the settings in force."""
-    if "judged" not in tables_of(inputs.reads):
-        return {}
     assert isinstance(context.recipe, RlhfRecipe)
-    rows, current = inputs.read(context, "judged").to_pylist(), judged_with(context.recipe)
-    return {row["sample_id"]: _result(row) for row in rows if row["judged_with"] == current}
+    current = judged_with(context.recipe)
+    if "judged" in tables_of(inputs.reads):
+        rows = inputs.read(context, "judged").to_pylist()
+        return {row["sample_id"]: _result(row) for row in rows if row["judged_with"] == current}
+    return {} if context.generation is None else made_in_advance(context.generation, rollout, current)
+
+
+def made_in_advance(generation: Generation, rollout: pa.Table, current: str) -> dict[str, VerifyResult]:
+    """The same where workers have not written them. An `error` is not taken over: it may be due to their machine."""
+    samples: dict[int, list[str]] = {}
+    for group, sample in zip(rollout["group_id"].to_pylist(), rollout["sample_id"].to_pylist(), strict=True):
+        samples.setdefault(group, []).append(sample)
+    found = generation.verdicts(samples, current)
+    made = chain.from_iterable(zip(samples[group], verdicts, strict=True) for group, verdicts in found.items())
+    return {sample: verdict for sample, verdict in made if verdict.verdict != "error"}
 
 
 def _result(row: dict[str, Any]) -> VerifyResult:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from areal_tasks.user_code import find_object
-from areal_tasks.workflows.protocol import Prompt, Sample, Workflow, WorkflowContext, samples_to_table
+from areal_tasks.workflows.protocol import Prompt, Sample, Workflow, WorkflowContext, check_values, samples_to_table
 from areal_tasks.workflows.single_turn import SingleTurn
 from schemas.errors import UserError
 
@@ -42,4 +42,13 @@ def _make(name: str, factory: Any, arguments: Mapping[str, Any]) -> Any:
         raise UserError(f"workflow.arguments: {name} does not accept them: {error}") from error
 
 
-__all__ = ["Prompt", "Sample", "SingleTurn", "Workflow", "WorkflowContext", "load_workflow", "samples_to_table"]
+__all__ = [
+    "Prompt",
+    "Sample",
+    "SingleTurn",
+    "Workflow",
+    "WorkflowContext",
+    "check_values",
+    "load_workflow",
+    "samples_to_table",
+]

@@ -57,8 +57,17 @@ def needs_proximal(recipe: RlhfRecipe) -> bool:
 
 
 def judges_groups(recipe: RlhfRecipe | EvaluateRecipe, rollout: Rollout) -> bool:
-    """Whether samples are verified during generation: filters need rewards, or the workflow asks for verdicts."""
+    """Whether verdicts decide what a rollout contains: filters need rewards, or the workflow asks for verdicts."""
     return recipe.workflow.verifies or rollout.filters.active
+
+
+def judges_in_advance(recipe: RlhfRecipe | EvaluateRecipe) -> bool:
+    """Whether groups are verified as they finish all the same: a rollout worker has a CPU for each verifier.
+
+    `local` and `inline` set no limit: verifiers then use the flow's machine in any case.
+    """
+    launcher = recipe.launcher
+    return launcher.type in ("local", "inline") or launcher.resources.rollout.cpus >= recipe.reward.workers
 
 
 def interruption(recipe: Recipe) -> Interruption | None:

@@ -28,7 +28,9 @@ class Resources(Section):
 
     trainer: Needs = section(Needs, "The trainer, on each of its machines: all ranks there together.")
     inference: Needs = section(Needs, "Each inference server.")
-    rollout: Needs = section(Needs, "Each rollout worker.")
+    rollout: Needs = section(
+        Needs, "Each rollout worker. It verifies groups as they finish if it has a CPU for each of `reward.workers`."
+    )
 
 
 class RaySettings(Section):

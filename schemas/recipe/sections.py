@@ -154,8 +154,8 @@ class Workflow(Section):
     verifies: bool = semantic(
         False,
         before=False,
-        description="Your own workflow asks for verdicts (`context.verify`): groups are verified as they finish, and "
-        "the settings of `reward` are part of what decides their content.",
+        description="Your own workflow asks for verdicts (`context.verify`): the settings of `reward` are then part of "
+        "what decides the content of groups.",
     )
     blocked_seconds: float = operational(
         60.0,
@@ -196,7 +196,9 @@ class Reward(Section):
     memory_mb: int = semantic(
         2048, ge=128, le=1_048_576, description="Address space that a verifier may use beyond that at its start."
     )
-    workers: int = operational(2, ge=1, le=256, description="Verifier processes.")
+    workers: int = operational(
+        2, ge=1, le=256, description="Verifier processes, of each rollout worker and of the flow."
+    )
 
 
 class Inference(Section):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from example_workflow import Checked, Corrected
 from waiting import LIMIT
@@ -18,7 +20,15 @@ from areal_tasks.engines.client import GenerateRequest, GenerateResult, Inferenc
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.worker.apart import IsolatedWorkflow, LeasedClient
 from areal_tasks.store.shards import content_digest
-from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, load_workflow, samples_to_table
+from areal_tasks.workflows import (
+    Prompt,
+    Sample,
+    SingleTurn,
+    WorkflowContext,
+    check_values,
+    load_workflow,
+    samples_to_table,
+)
 from areal_tasks.workflows.single_turn import sample_of
 from schemas.errors import UserError
 from schemas.tables import ROLLOUT
@@ -114,6 +124,28 @@ def test_lists_and_arrays_make_the_same_table() -> None:
     assert content_digest(samples_to_table(samples)) == expected
     samples[0].logprobs = [0.0, -0.1, -0.2]
     assert samples_to_table(samples)["logprobs"][0].as_py() == [0.0, *(np.float32(x) for x in (-0.1, -0.2))]
+
+
+def test_the_check_of_samples_covers_all_that_a_workflow_gives() -> None:
+    """A value that it lets pass, and that a column cannot hold, would fail all groups that are written with it."""
+    sample = run(Echo())[0]
+    check_values([sample])
+    derived = {
+        "sample_id",
+        "group_id",
+        "num_tokens",
+        "num_generated",
+        "truncated",
+        "version_min",
+        "version_max",
+        "status",
+    }
+    for name in set(ROLLOUT.names) - derived:
+        wrong: dict[str, Any] = {name: object()}
+        if name in ("prompt_id", "epoch", "prompt", "answer"):
+            wrong = {"prompt": replace(sample.prompt, **wrong)}
+        with pytest.raises((TypeError, pa.ArrowException)):
+            check_values([replace(sample, **wrong)])
 
 
 def test_a_sample_without_output_has_no_version() -> None:

@@ -21,7 +21,7 @@ import pytest
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.rewards import processes
-from areal_tasks.rewards.pool import VerifierPool, VerifyResult
+from areal_tasks.rewards.pool import Call, VerifierPool, VerifyResult
 from areal_tasks.rewards.processes import Forkserver, Worker
 from areal_tasks.rewards.protocol import Result, Row
 from schemas.errors import UserError
@@ -453,6 +453,17 @@ def test_a_warm_pool_starts_nothing_and_sends_few_messages(monkeypatch: pytest.M
     assert set(descendants(forkserver.pid)) == before and forkserver.is_running()
     pool.close()
     assert sum(sent) == 6 * 256 and len(sent) < 6 * 64
+
+
+def test_small_calls_are_not_divided_while_others_wait() -> None:
+    pool, row = VerifierPool(Reward(verifier="exact", workers=2)), Row("1+1=", "2", "2")
+    pool._calls = [Call([row] * 8) for _ in range(32)]  # as groups that finish at once
+    sent = []
+    while any(call.waiting for call in pool._calls):
+        taken = pool._take()
+        assert taken is not None
+        sent.append(len(taken[1]))
+    assert sum(sent) == 256 and sent[:24] == [8] * 24 and sent[-1] == 1
 
 
 def test_a_forkserver_that_hangs_is_replaced_in_the_same_call() -> None:

@@ -28,9 +28,11 @@ from areal_tasks.rollout.spooling import spooled_rows
 from areal_tasks.stages.graphs import stages
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.keys import recipe_values
+from areal_tasks.store.spool import read_spool
 from areal_tasks.workflows import Sample, samples_to_table
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
+from schemas.recipe.derived import judges_groups, judges_in_advance
 from schemas.recipe.filters import Filters
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
@@ -155,6 +157,18 @@ def test_a_workflow_that_asks_for_verdicts_has_the_verifier_decide_what_its_grou
     )
     with pytest.raises(UserError, match=r"workflow\.verifies: has no effect with workflow.name single_turn"):
         quickstart("workflow.verifies=true")
+
+
+CLUSTER = "launcher={type: slurm, network: 10.0.0.0/24, resources: {rollout: {cpus: 3}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [((), True), (("launcher.type=inline",), True), ((CLUSTER,), True), ((CLUSTER, "reward.workers=4"), False)],
+)
+def test_groups_are_judged_in_advance_where_each_verifier_has_a_cpu(overrides: Sequence[str], expected: bool) -> None:
+    recipe = quickstart(*overrides)
+    assert judges_in_advance(recipe) == expected and not judges_groups(recipe, recipe.rollout)
 
 
 # ── judging while others generate ───────────────────────────────────────────────────────────────────────────────────
@@ -329,7 +343,8 @@ def test_what_a_workflow_has_asked_about_keeps_the_verdict_that_it_has_seen(loca
     assert Counter(calls) == Counter(asked + [f"{group} again" for group in waiting if group % 2])
 
 
-def test_servers_are_at_other_groups_while_one_is_judged() -> None:
+@pytest.mark.parametrize("decides", [True, False])
+def test_servers_are_at_other_groups_while_one_is_judged(decides: bool) -> None:
     class Patient(Judge):
         async def __call__(self, *group: Any) -> str:
             await asked.wait()
@@ -338,7 +353,7 @@ def test_servers_are_at_other_groups_while_one_is_judged() -> None:
     asked = asyncio.Event()
 
     async def work() -> None:
-        by = Patient(rewarded, "with", Filters(equal_rewards=True))
+        by = Patient(rewarded, "with", Filters(equal_rewards=decides), decides=decides)
         scene = Numbered(capacity=1)
         found = filtered(scene, some_store(), by)
         taking = asyncio.ensure_future(found.groups())
@@ -372,12 +387,81 @@ def test_functions_that_never_return_keep_no_thread_from_others() -> None:
         hang.set()
 
 
-def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> None:
-    async def verify(rows: Sequence[Row]) -> list[VerifyResult]:
-        raise ConnectionError("lost again and again")
+def test_verdicts_in_advance_are_reported_and_not_written(local_store: Store) -> None:
+    async def work() -> None:
+        by = Judge(rewarded, "with", Filters(), decides=False)
+        found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
+        assert await found.groups() == [0, 1, 2, 3]
+        await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+        assert {(one.judged_with, *one.verdicts) for one in found.judged.values()} == {("with", judgement(1.0))}
+        assert set(found.judged) == set(range(2 * BATCH)) == found.live.keys()
+        found.consume([0, 1, 2, 3])
+        [part] = await found.take("run/iteration=1")  # from the spool
+        assert set(part.tables) == {"rollout"}
+
+    go(work())
+
+
+def test_what_waits_for_a_verdict_in_advance_is_written_meanwhile(local_store: Store) -> None:
+    """Slow verifiers delay no write: a killed flow loses as little as without them."""
+    go_on = asyncio.Event()
+
+    async def slowly(rows: Sequence[Row]) -> list[VerifyResult]:
+        await go_on.wait()
+        return [judgement(1.0) for _ in rows]
 
     async def work() -> None:
-        found = filtered(Numbered(), some_store(), Judge(verify, "with", Filters(equal_rewards=True)))
+        by = Judge(slowly, "with", Filters(), decides=False)
+        found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: in_spool(local_store) == set(range(2 * BATCH)))
+        assert not found.tracker.ready() and found._assigned.by_url("verifying").total() == 2 * BATCH
+        go_on.set()
+        assert await taking == [0, 1, 2, 3]
+        await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
+        assert all(one.verdicts == (judgement(1.0),) for one in found.judged.values()) and not found.finished
+
+    go(work())
+
+
+def in_spool(store: Store) -> set[int]:
+    """The groups whose rows are in the spool."""
+    return {group.index for record in read_spool(store, "run") for group in record.finished}
+
+
+def test_what_waits_for_a_verdict_in_advance_is_written_when_the_flow_ends(local_store: Store) -> None:
+    async def never(rows: Sequence[Row]) -> list[VerifyResult]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def work() -> None:
+        found = filtered(Numbered(), local_store, Judge(never, "with", Filters(), decides=False))
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: found._assigned.by_url("verifying").total() == BATCH)
+        taking.cancel()
+        await found.close()
+
+    go(work())
+    assert sorted(at(local_store, owner=2).recover(SettledGroups())[0]) == [0, 1, 2, 3]
+
+
+async def lost(rows: Sequence[Row]) -> list[VerifyResult]:
+    raise ConnectionError("lost again and again")
+
+
+def test_without_verifiers_in_advance_groups_wait_for_the_stage_verify() -> None:
+    async def work() -> None:
+        found = filtered(Numbered(), some_store(), Judge(lost, "with", Filters(), decides=False))
+        assert await found.groups() == [0, 1, 2, 3]
+        assert not any(one.verdicts for one in found.judged.values())
+        assert found.near().groups.judge is None, "they are not asked again for each group"
+
+    go(work())
+
+
+def test_verifiers_that_fail_end_the_stage_and_cost_no_group_an_attempt() -> None:
+    async def work() -> None:
+        found = filtered(Numbered(), some_store(), Judge(lost, "with", Filters(equal_rewards=True)))
         with pytest.raises(VerifiersFailed, match="lost again and again"):
             await found.groups()
         assert not found.tracker.failures

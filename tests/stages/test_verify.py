@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
 import pytest
-from stage_driver import tiny
+from stage_driver import ITERATIONS, drive, tiny
 
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
+from areal_tasks.stages import verify as verify_stage
 from areal_tasks.stages.evaluate import evaluate
-from areal_tasks.stages.verify import check_failures, judge, mean_reward, verify
+from areal_tasks.stages.verify import check_failures, judge, made_in_advance, mean_reward, verify
 from schemas.errors import UserError
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Reward
@@ -46,6 +48,29 @@ def recipe(verifier: str) -> RlhfRecipe:
     found = tiny(reward={"verifier": verifier})
     assert isinstance(found, RlhfRecipe)
     return found
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_what_workers_have_judged_is_not_judged_again(
+    eta: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(verify_stage, "judge", lambda pool, samples, label: calls.append(label))
+    run = drive(tmp_path, "judged", tiny(rollout={"max_head_offpolicyness": eta}))
+    assert run.committed == ITERATIONS and not calls
+
+
+def test_an_error_on_the_machine_of_a_worker_is_not_taken_over() -> None:
+    class Generation:
+        def verdicts(self, groups: Iterable[int], judged_with: str) -> dict[int, Sequence[VerifyResult]]:
+            assert (list(groups), judged_with) == ([3, 7, 8], "with")
+            return {3: [result("error"), result("timeout")], 7: [result("incorrect"), result()]}
+
+    rows = pa.table({"group_id": [3, 3, 7, 7, 8], "sample_id": ["3-0", "3-1", "7-0", "7-2", "8-0"]})
+    found = made_in_advance(cast(Any, Generation()), rows, "with")
+    assert {name: one.verdict for name, one in found.items()} == {
+        "3-1": "timeout", "7-0": "incorrect", "7-2": "correct",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("verifier", "version"), [("math", 3), ("exact", 1), ("stage_reward:digits", 1)])

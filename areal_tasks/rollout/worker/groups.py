@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,7 +29,7 @@ from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import StartClosed
-from areal_tasks.workflows import Prompt, Sample, SingleTurn, Workflow, WorkflowContext, samples_to_table
+from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, check_values
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord
 from schemas.recipe.sections import Rollout
@@ -66,6 +66,7 @@ class Groups:
     judge: Judge | None = None  # if groups are verified as they finish
     spools: bool = True  # else finished groups stay in memory
     finished: dict[int, Held] = field(default_factory=dict)  # in memory only, by lease number
+    judging: dict[int, Held] = field(default_factory=dict)  # the same, while their verdicts are made in advance
     leaving: bool = False  # finished groups are written at once
     unwritten: str = ""  # why the last attempt to write finished groups failed; empty: it did not
     _spooled: dict[int, tuple[int, SpoolRecord]] = field(default_factory=dict)  # group and record, by lease number
@@ -79,6 +80,7 @@ class Groups:
             self._running[lease.number] = asyncio.ensure_future(self._generate(lease))
         for number in given.forget:  # may be one of those
             self.finished.pop(number, None)
+            self.judging.pop(number, None)
             self._spooled.pop(number, None)
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
@@ -99,11 +101,12 @@ class Groups:
         with suppress(StartClosed):
             await self.flush()
         self.finished.clear()  # what waits to be written later is not
+        self.judging.clear()
 
     async def flush(self) -> None:
-        """Write finished groups to the spool, and drop them from memory."""
+        """Write finished groups to the spool, and drop them from memory; those that are judged, once they are."""
         async with self._flushing:
-            waiting = dict(self.finished)
+            waiting = self.finished | {n: held for n, held in self.judging.items() if n not in self._spooled}
             if not waiting or not self.spools:
                 return
             groups = {held.index: (held.version, held.samples) for held in waiting.values()}
@@ -115,9 +118,10 @@ class Groups:
             self.unwritten = ""
             for record in records:
                 there = {group.index for group in record.finished}
-                numbers = tuple(n for n, held in waiting.items() if held.index in there and n in self.finished)
-                for number in numbers:
-                    self._spooled[number] = (self.finished.pop(number).index, record)
+                written = {n: held.index for n, held in waiting.items() if held.index in there}
+                known = self.finished.keys() | self.judging.keys()
+                self._spooled |= {n: (index, record) for n, index in written.items() if n in known}
+                numbers = tuple(n for n in written if self.finished.pop(n, None) is not None)
                 self.report(orders.Spooled(numbers=numbers, record=record))
 
     async def write(self, part: orders.Part) -> orders.Written:
@@ -143,7 +147,7 @@ class Groups:
     def _write(self, part: orders.Part, samples: Sequence[Sample], records: Sequence[SpoolRecord]) -> orders.Written:
         store, tables = self.writer.store, tables_of(samples)
         if records:
-            for name in ["rollout", *(["judged"] if self.judge is not None else [])]:
+            for name in ["rollout", *(["judged"] if self.judge is not None and self.judge.decides else [])]:
                 spooled = spooled_rows(store, records, name)
                 tables[name] = pa.concat_tables([tables.get(name, spooled.slice(0, 0)), spooled]).sort_by(ORDER)
         rows = tables["rollout"]
@@ -176,13 +180,18 @@ class Groups:
         if failure is not None:
             self._fail(lease, failure)
             return
-        verdicts = tuple(verdicts_of(samples))
+        ended: dict[str, Any] = {"number": lease.number, "index": lease.index, "verdicts": tuple(verdicts_of(samples))}
+        if self.judge is not None:
+            ended["judged_with"] = self.judge.judged_with
         if reason:
-            self.report(orders.Rejected(number=lease.number, index=lease.index, reason=reason, verdicts=verdicts))
+            self.report(orders.Rejected(**ended, reason=reason))
             return
-        held = Held(lease.index, oldest_version(samples, lease.floor), samples)
+        held = self.judging.pop(lease.number, None) or held_of(samples, lease)
+        self.report(orders.Finished(**ended, version=held.version))
+        if lease.number in self._spooled:
+            self.report(orders.Spooled(numbers=(lease.number,), record=self._spooled[lease.number][1]))
+            return
         self.finished[lease.number] = held
-        self.report(orders.Finished(number=lease.number, index=held.index, version=held.version, verdicts=verdicts))
         full = self.leaving or len(self.finished) >= self.limits.groups_in_memory
         self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
 
@@ -197,15 +206,25 @@ class Groups:
         async def verify(sample: Sample) -> VerifyResult:
             return await client.here(judge.verdict(known, sample))
 
-        samples = await self._samples(lease, replace(context, verify=verify))
+        samples = await self._samples(lease, replace(context, verify=verify) if judge.decides else context)
         self.report(orders.Generated(number=lease.number, index=lease.index))
-        return samples, await judge(samples, known)
+        if not judge.decides:
+            self.judging[lease.number] = held_of(samples, lease)
+            self._flush_after(self.limits.flush_seconds, lease.number)
+        try:
+            return samples, await judge(samples, known)
+        except (VerifiersFailed, UserError) as error:
+            if judge.decides:
+                raise
+            log.warning("groups are no longer verified as they finish: %s", error)
+            self.judge = None
+            return samples, ""
 
     async def _samples(self, lease: orders.Lease, context: WorkflowContext) -> list[Sample]:
         work = self.workflow.run(self.prompt_of(lease.index), context)
         section = "rollout" if self.spools else "evaluation"
         samples = await in_time(work, self.limits.group_seconds, f"{section}.group_seconds")
-        return samples if type(self.workflow) is SingleTurn else checked(samples, lease)
+        return checked(samples, lease)
 
     def _fail(self, lease: orders.Lease, error: BaseException) -> None:
         log.warning("group %d has failed", lease.index, exc_info=error)
@@ -219,14 +238,12 @@ class Groups:
         def failed(error: Exception) -> None:
             self.report(orders.Broken(reason=f"finished groups cannot be written to the store: {error}"))
 
-        self._background.store(seconds, lambda: number in self.finished, self.flush, failed)
+        waits = lambda: number in self.finished or number in self.judging  # noqa: E731
+        self._background.store(seconds, waits, self.flush, failed)
 
 
 def checked(samples: object, lease: orders.Lease) -> list[Sample]:
-    """The samples that a user's workflow returned. TypeError unless they are valid samples of the leased group.
-
-    This takes half a millisecond per group, most of it to see that the columns hold the values.
-    """
+    """The samples that a workflow returned. TypeError unless they are valid samples of the leased group."""
     wanted = isinstance(samples, list) and samples and all(isinstance(sample, Sample) for sample in samples)
     if not wanted:
         raise TypeError(f"the workflow's `run` returned {str(samples)[:100]} for a group, not its samples in a list")
@@ -235,13 +252,17 @@ def checked(samples: object, lease: orders.Lease) -> list[Sample]:
         raise TypeError("the workflow's `run` returned samples of another prompt than it was given")
     if any(later.sample_index <= sample.sample_index for sample, later in pairwise(found)):
         raise TypeError("the workflow's `run` returned samples that are not in the order of `sample_index`")
-    samples_to_table(found)  # raises if a column cannot hold a value
+    check_values(found)
     if (oldest := oldest_version(found, lease.floor)) < lease.floor:
         raise TypeError(
             f"a sample that the workflow returned has a token of weights version {oldest}; its group was given no "
             f"version before {lease.floor}: take `versions` from the client's answers"
         )
     return found
+
+
+def held_of(samples: list[Sample], lease: orders.Lease) -> Held:
+    return Held(lease.index, oldest_version(samples, lease.floor), samples)
 
 
 def oldest_version(samples: Sequence[Sample], floor: int) -> int:

@@ -62,7 +62,7 @@ from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt, SingleTurn, load_workflow
 from schemas.manifest import WeightsRef
-from schemas.recipe.derived import interruption, judges_groups
+from schemas.recipe.derived import interruption, judges_groups, judges_in_advance
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
 from schemas.recipe.sections import Rollout
 
@@ -143,7 +143,9 @@ class Worker:
                 tokenizer = await asyncio.to_thread(self._tokenizer, order.model)
                 workflow = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
             self._client = await self._new_client(order, recipe, tokenizer)
-            judge = self._judge(recipe, sampling) if judges_groups(recipe, sampling) else None
+            decides = judges_groups(recipe, sampling)
+            judges = decides or (not order.evaluates and judges_in_advance(recipe))
+            judge = self._judge(recipe, sampling, decides) if judges else None
             if isinstance(workflow, IsolatedWorkflow):
                 self._resources.callback(workflow.close)
             self._groups = Groups(
@@ -172,15 +174,15 @@ class Worker:
         await client.follow(order.serving)
         return client
 
-    def _judge(self, recipe: Generating, sampling: Rollout) -> Judge:
-        """Verifies samples for the recipe's filters and its workflow."""
+    def _judge(self, recipe: Generating, sampling: Rollout, decides: bool) -> Judge:
+        """Verifies samples for the recipe's filters and its workflow, or in advance."""
         pool, filters = VerifierPool(recipe.reward), sampling.filters
         self._resources.push_async_callback(asyncio.to_thread, pool.close)
 
         def verify(rows: Sequence[Row]) -> asyncio.Future[list[VerifyResult]]:
             return asyncio.wrap_future(pool.submit(rows))
 
-        return Judge(verify, judged_with(recipe), filters, load_function(filters), sampling.group_seconds)
+        return Judge(verify, judged_with(recipe), filters, load_function(filters), sampling.group_seconds, decides)
 
     def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
         if tokenizer is None and order.tokenizer:  # avoids the import of transformers
