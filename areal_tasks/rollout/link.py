@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import STATUSES, Busy, Known, Lease, LeaseOver, News, Orders, Part, Written
+from areal_tasks.rollout.orders import STATUSES, Begun, Busy, Known, Lease, LeaseOver, News, Orders, Part, Written
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
@@ -44,7 +44,7 @@ class Link:
         self.leaving = False  # it gets no more groups, and ends when it has none
         self.retired = False  # the same, and it is stopped for good
         self.explained = False  # its end does not count as a failure: it was asked to end, or had groups in flight
-        self.start: int | None = None  # the number of its start in the spool, once it has recorded something
+        self.start: int | None = None  # the number of its start in the spool, once it has begun
         self._flow = flow
         self._serving: Serving | None = None  # as the worker last acknowledged it
         self._following = asyncio.Lock()
@@ -141,7 +141,7 @@ class Link:
 
     async def _serve(self) -> None:
         order = self._flow.order()
-        await self._ask("begin", order)
+        self.start = Begun.model_validate(await self._ask("begin", order)).start
         self._serving, self._begin, self._forget = order.serving, [], []
         self.ready = self.tried = True
         self._flow.begun(self)
