@@ -51,6 +51,7 @@ class Link:
         self._begin: list[Lease] = []
         self._forget: list[int] = []
         self._has_orders = asyncio.Event()
+        self._failed = asyncio.Event()  # a request outside the session has failed
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends a worker that hangs
         self._session = aiohttp.ClientSession(
             url,
@@ -98,7 +99,11 @@ class Link:
             LeaseOver: one of these leases is over.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
-        return Written.model_validate(await self._ask("write", part))
+        try:
+            return Written.model_validate(await self._ask("write", part))
+        except WorkerLost:
+            self._failed.set()
+            raise
 
     async def flush(self) -> None:
         """Have the worker write its finished groups to the store."""
@@ -144,8 +149,9 @@ class Link:
         self.start = Begun.model_validate(await self._ask("begin", order)).start
         self._serving, self._begin, self._forget = order.serving, [], []
         self.ready = self.tried = True
+        self._failed.clear()
         self._flow.begun(self)
-        works = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._send())]
+        works = [asyncio.ensure_future(work) for work in (self._listen(), self._send(), self._end())]
         try:
             await asyncio.gather(*works)
         finally:
@@ -167,6 +173,11 @@ class Link:
             orders = Orders(begin=tuple(self._begin), forget=tuple(self._forget))
             self._begin, self._forget = [], []
             await self._ask("orders", orders)
+
+    async def _end(self) -> None:
+        """End the session when another request has failed, as its groups are lost although the session may go on."""
+        await self._failed.wait()
+        raise WorkerLost("another request has failed")
 
     async def _busy(self) -> Busy | None:
         found = await self._tell("busy")
