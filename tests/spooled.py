@@ -21,11 +21,10 @@ def rows_by_group(tables: Iterable[pa.Table]) -> dict[int, list[str]]:
     return found
 
 
-def not_as_spooled(store: Store, name: str, heard: bool = True) -> list[int]:
+def not_as_spooled(store: Store, name: str) -> list[int]:
     """The groups of a finished run that are in its spool, were not rejected, and were generated again none the less.
 
-    Nothing may have removed rows of the spool. Without `heard` the last record of each start does not count: the flow
-    may not have heard of it before the worker was killed.
+    Nothing may have removed rows of the spool.
     """
     run, records = load_run(store, name), read_spool(store, name)
     head = run.head()
@@ -33,10 +32,6 @@ def not_as_spooled(store: Store, name: str, heard: bool = True) -> list[int]:
     stages = [run.read_stage(ref) for commit in commits for ref in commit.stages if ref.stage == "rollout"]
     final = rows_by_group(read_table(store, stage.tables["rollout"]) for stage in stages)
     rejected = {group.index for record in records for group in record.rejected}
-    last = {record.start: record.n for record in records if record.finished}
-    found = set[int]()
-    for record in records:
-        if record.finished and (heard or record.n < last[record.start]):
-            copy = rows_by_group([read_table(store, record.tables["rollout"])])
-            found.update(group for group, rows in copy.items() if rows != final.get(group))
+    copies = (rows_by_group([read_table(store, record.tables["rollout"])]) for record in records if record.finished)
+    found = {group for copy in copies for group, rows in copy.items() if rows != final.get(group)}
     return sorted(found - rejected)

@@ -41,6 +41,10 @@ class GroupTracker:
         """Whether the group is live."""
         return group in self.running.of or group in self.finished.of
 
+    def version(self, group: int) -> int:
+        """The version of a live group."""
+        return (self.running if group in self.running.of else self.finished).of[group]
+
     def lease(self, version: int, most: float = math.inf) -> list[int]:
         """Admit up to `most` groups, lowest first, to begin on servers that hold at least `version`. Returns them."""
         if self.pace is not None:

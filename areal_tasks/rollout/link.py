@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.sharing import Serving
-from areal_tasks.rollout.orders import STATUSES, Busy, Known, Lease, LeaseOver, News, Orders, Part, Written
+from areal_tasks.rollout.orders import STATUSES, Begun, Busy, Known, Lease, LeaseOver, News, Orders, Part, Written
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 
@@ -44,13 +44,14 @@ class Link:
         self.leaving = False  # it gets no more groups, and ends when it has none
         self.retired = False  # the same, and it is stopped for good
         self.explained = False  # its end does not count as a failure: it was asked to end, or had groups in flight
-        self.start: int | None = None  # the number of its start in the spool, once it has recorded something
+        self.start: int | None = None  # the number of its start in the spool, once it has begun
         self._flow = flow
         self._serving: Serving | None = None  # as the worker last acknowledged it
         self._following = asyncio.Lock()
         self._begin: list[Lease] = []
         self._forget: list[int] = []
         self._has_orders = asyncio.Event()
+        self._failed = asyncio.Event()  # a request outside the session has failed
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)  # the watchdog ends a worker that hangs
         self._session = aiohttp.ClientSession(
             url,
@@ -98,7 +99,11 @@ class Link:
             LeaseOver: one of these leases is over.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
-        return Written.model_validate(await self._ask("write", part))
+        try:
+            return Written.model_validate(await self._ask("write", part))
+        except WorkerLost:
+            self._failed.set()
+            raise
 
     async def flush(self) -> None:
         """Have the worker write its finished groups to the store."""
@@ -141,11 +146,12 @@ class Link:
 
     async def _serve(self) -> None:
         order = self._flow.order()
-        await self._ask("begin", order)
+        self.start = Begun.model_validate(await self._ask("begin", order)).start
         self._serving, self._begin, self._forget = order.serving, [], []
         self.ready = self.tried = True
+        self._failed.clear()
         self._flow.begun(self)
-        works = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._send())]
+        works = [asyncio.ensure_future(work) for work in (self._listen(), self._send(), self._end())]
         try:
             await asyncio.gather(*works)
         finally:
@@ -167,6 +173,11 @@ class Link:
             orders = Orders(begin=tuple(self._begin), forget=tuple(self._forget))
             self._begin, self._forget = [], []
             await self._ask("orders", orders)
+
+    async def _end(self) -> None:
+        """End the session when another request has failed, as its groups are lost although the session may go on."""
+        await self._failed.wait()
+        raise WorkerLost("another request has failed")
 
     async def _busy(self) -> Busy | None:
         found = await self._tell("busy")

@@ -217,6 +217,15 @@ class Links(Followers):
         leaving = (link for link in self.by_start.values() if link.ready and link.leaving and not link.retired)
         return [link for link in leaving if not assigned.of(link)]
 
+    def leave(self, assigned: Assignments, starts: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Give these workers no further groups. Returns those that no longer hold any."""
+        links = {start: link for start in starts if (link := self.by_start.get(start)) is not None}
+        for link in links.values():
+            if not link.retired:
+                link.leaving = link.retired = True
+                self.background.do(link.leave())
+        return [start for start in starts if start not in links or not assigned.of(links[start])]
+
     @property
     def starting(self) -> bool:
         """Whether a worker is still starting: it has neither become ready nor failed to."""

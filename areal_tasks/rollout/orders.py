@@ -42,6 +42,12 @@ class Begin(Record):
     serving: Serving
 
 
+class Begun(Record):
+    """The answer to the first order."""
+
+    start: int | None = Field(description="in the spool, of the groups that follow; None: they are not spooled")
+
+
 class Lease(Record):
     """A group to generate on servers that hold version `floor`, or a later one. No two leases have the same number.
 

@@ -27,6 +27,7 @@ from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.links import Assignments, Links
+from areal_tasks.rollout.losses import Losses
 from areal_tasks.rollout.rejections import STALE, Rejections
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Place, Spool, Writer
@@ -76,6 +77,7 @@ class Rollouts:
         self.links = Links(self.client, self._background, self.begin)
         self.rejections = Rejections(self.limits)
         self.suspects = Suspects()
+        self.losses = Losses(self.tracker, spool, self.suspects, self.rejections)
 
     # ── what iterations take ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,7 +114,8 @@ class Rollouts:
     async def _chosen(self) -> list[int]:
         """The next iteration's groups, once the rule allows them and a worker can write them."""
         since = time.monotonic()
-        while (taken := self.tracker.take()) is None or not self.links.ready():
+        closing = self.losses.closing.keys()
+        while (taken := self.tracker.take()) is None or not self.links.ready() or not closing.isdisjoint(taken):
             if self._failure is not None:
                 raise self._failure
             if taken is None and self._is_idle():
@@ -125,7 +128,7 @@ class Rollouts:
 
     def _is_idle(self) -> bool:
         """Whether no group is assigned, all workers are ready, and the servers have weights that are new enough."""
-        if self._assigned or not 0 < len(self.links.by_start) == len(self.links.ready()):
+        if self._assigned or self.losses.closing or not 0 < len(self.links.by_start) == len(self.links.ready()):
             return False
         return self.client.version is None or self.client.version >= self.tracker.next - 1
 
@@ -178,10 +181,12 @@ class Rollouts:
         for group in groups:
             self.tracker.withdraw(group)
         self._forget(groups)
+        self._news.set()
         self.begin()
 
     def _forget(self, groups: Collection[int]) -> None:
         self.spool.forget(groups)
+        self.losses.forget(groups)
         for group in groups:
             self._assigned.end(group)
 
@@ -212,6 +217,7 @@ class Rollouts:
         self.end(UserError("abandoned, since the flow ends: its groups begin again"))
         self.client.followers.parts = [part for part in self.client.followers.parts if part is not self.links]
         links, self.links.by_start = list(self.links.by_start.values()), {}
+        self.losses.closing.clear()
         await asyncio.gather(*(link.close() for link in links), self._record(self.rejections.by_filters))
 
     # ── the workers ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,12 +251,7 @@ class Rollouts:
 
     async def leave(self, starts: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
         """Give these workers no further groups. Returns those that no longer hold any."""
-        links = {start: link for start in starts if (link := self.links.by_start.get(start)) is not None}
-        for link in links.values():
-            if not link.retired:
-                link.leaving = link.retired = True
-                self._background.do(link.leave())
-        return [start for start in starts if start not in links or not self._assigned.of(links[start])]
+        return self.links.leave(self._assigned, starts)
 
     def begun(self, link: Link) -> None:
         """Handle that a worker has begun: it can be given groups from now on."""
@@ -260,20 +261,31 @@ class Rollouts:
         self.begin()
 
     def lost(self, link: Link) -> None:
-        """Handle the loss of a worker: its groups that are not in the store begin again."""
-        link.ready = False
+        """Handle the loss of a worker: its groups begin again, unless it turns out to have recorded them."""
+        link.ready, start, link.start = False, link.start, None
         if lost := self._assigned.of(link):
-            log.warning("%d groups begin again: the rollout worker at %s was lost", len(lost), link.url)
-            self._suspect(link, [group for group in lost if self._assigned.by_group[group].state != "held"])
+            link.explained = self._assigned.running(link) > 0
         for group in lost:
             self._assigned.end(group)
-            self.tracker.withdraw(group)
-        if link.start is not None:
-            start, link.start = link.start, None
-            # so that the lost process can record nothing if it still runs
-            self._background.store(0.0, lambda: True, lambda: asyncio.to_thread(self.spool.close, start), self.end)
-        self._news.set()
-        self.begin()
+        if start is None:  # it records nothing
+            self._begin_again(link.url, lost)
+        else:
+            self.losses.add(start, lost)
+            self._background.store(0.0, lambda: True, lambda: self._close(start, link.url), self.end)
+
+    async def _close(self, start: int, url: str) -> None:
+        """Close the start of the lost worker at `url`."""
+        self._begin_again(url, await self.losses.close(start))
+
+    def _begin_again(self, url: str, lost: Sequence[int]) -> None:
+        """Have groups of the lost worker at `url` begin again. Those that it generated are suspects."""
+        if lost:
+            log.warning("%d groups begin again: the rollout worker at %s was lost", len(lost), url)
+        self.suspects.worker_ended(running := [group for group in lost if group in self.tracker.running.of])
+        for group in running:
+            if self._is_last(ends := self.suspects.ends[group]):
+                self._reject(group, f"failed: its rollout worker ended {ends} times while it generated only this group")
+        self._lose(lost)
 
     def received(self, link: Link, event: orders.Event) -> None:
         """Handle an event of a worker."""
@@ -319,7 +331,6 @@ class Rollouts:
 
     def _spooled(self, link: Link, event: orders.Spooled) -> None:
         """Handle that groups were written to the store, and the worker no longer holds them."""
-        link.start = event.record.start
         link.take_back(list(event.numbers))
         stored = {group.index for group in event.record.finished}
         mine = [group for group in self._assigned.of(link, event.numbers) if group in stored]
@@ -340,14 +351,6 @@ class Rollouts:
         log.log(level, "group %d, attempt %d: %s", event.index, attempts, event.reason)
         if self._is_last(attempts):
             self._reject(event.index, f"failed: {event.reason}")
-
-    def _suspect(self, link: Link, groups: Sequence[int]) -> None:
-        """Suspect groups with which a worker was lost. A single one is counted as the cause."""
-        link.explained = bool(groups)
-        self.suspects.worker_ended(groups)
-        for group in groups:
-            if self._is_last(ends := self.suspects.ends[group]):
-                self._reject(group, f"failed: its rollout worker ended {ends} times while it generated only this group")
 
     def _reject(self, index: int, reason: str, reward: float | None = None) -> None:
         """Reject a group: it will not be trained on."""
@@ -392,15 +395,3 @@ class Rollouts:
             floors = {group: self.tracker.running.of[group] for group in groups}
             self._assigned.give(link, floors, suspect=link in shares)
         self._waiting = [group for group in self._waiting if group not in by_group]
-
-
-def recover(tracker: GroupTracker, spool: Spool) -> list[RejectedGroup]:
-    """Give the tracker what earlier starts of the flow left in the spool. Returns the groups that they rejected."""
-    waiting, rejected = spool.recover(tracker.settled)
-    for group in rejected:
-        tracker.reject(group.index)
-    tracker.restore(waiting)
-    spool.forget(waiting.keys() - tracker.finished.of.keys())
-    if waiting:
-        log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), tracker.ready())
-    return rejected

@@ -7,7 +7,6 @@ written to the spool, where any worker and a later start of the flow can read it
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -35,13 +34,22 @@ NOTHING_SPOOLED: Final[Sequence[Place]] = [(0, 0)]
 
 @dataclass
 class Writer:
-    """Writes the records of one worker start; the first write claims its number. `made_with`: see `SpoolRecord`."""
+    """Writes the records of one start, which the first write opens unless `open` was called before.
+
+    `made_with`: see `SpoolRecord`.
+    """
 
     store: Store
     run: str
     owner: int
     made_with: str
-    next: Place | None = None  # place of the next record; None before the first
+    next: Place | None = None  # place of the next record; None before the start is opened
+
+    def open(self) -> int:
+        """Open the start. Returns its number."""
+        start = spool.open_start(self.store, self.run, self.owner, self.made_with)
+        self.next = (start, 1)
+        return start
 
     def write(
         self, finished: Mapping[int, tuple[int, Sequence[Sample]]], rejected: Iterable[RejectedGroup] = ()
@@ -53,9 +61,7 @@ class Writer:
         Raises:
             StartClosed: a later process has closed this start.
         """
-        if self.next is None:
-            self.next = (spool.open_start(self.store, self.run, self.owner, self.made_with), 1)
-        (start, n), attempt = self.next, new_attempt()
+        (start, n), attempt = self.next or (self.open(), 1), new_attempt()
         samples = [sample for _, group in finished.values() for sample in group]
         prefix = paths.spool_attempt(self.run, start, attempt)
         tables = {name: write_table(self.store, prefix, name, table) for name, table in tables_of(samples).items()}
@@ -87,9 +93,8 @@ class Spool:
     made_with: str
     first: Sequence[Place] = tuple(NOTHING_SPOOLED)
     _held: dict[int, SpoolRecord] = field(default_factory=dict)  # groups whose rows are in the store
-    _ends: dict[int, int] = field(default_factory=dict)  # per start: its next record, or its last if closed
+    _ends: dict[int, int] = field(default_factory=dict)  # per start: its first record not noted, or its last if closed
     _closed: set[int] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def recover(self, settled: SettledGroups) -> tuple[dict[int, int], list[RejectedGroup]]:
         """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected.
@@ -98,34 +103,35 @@ class Spool:
         """
         waiting: dict[int, int] = {}
         rejected: list[RejectedGroup] = []
-        below, places = self.first[0][0], dict(self.first)
+        self._ends, below = dict(self.first), self.first[0][0]
         self._closed.update(range(below))
         for start in range(below, spool.number_of_starts(self.store, self.run)):
-            for record in self.close(start, places.get(start, 0)):
+            for record in self.close(start):
                 rejected += [group for group in record.rejected if group.index not in settled]
                 unsettled = {group.index: group.version for group in record.finished if group.index not in settled}
                 self.note(record, unsettled)
                 waiting |= unsettled
         return waiting, [group for group in rejected if group.index not in waiting]
 
-    def close(self, start: int, first: int = 0) -> list[SpoolRecord]:
-        """Close a start. Returns its records from `first` on; none if its groups were made with other settings."""
-        records = spool.close_start(self.store, self.run, start, self.owner, first)
-        with self._lock:
-            self._ends[start] = records[-1].n
-            self._closed.add(start)
+    def close(self, start: int) -> list[SpoolRecord]:
+        """Close a start. Returns the records that are not noted, of which the last closes it.
+
+        If its groups were made with other settings, this last one alone.
+        """
+        records = spool.close_start(self.store, self.run, start, self.owner, self._ends.get(start, 0))
         if spool.made_with(self.store, self.run, start) == self.made_with:
             return records
         if groups := sum(len(record.finished) for record in records):
             log.warning("%d groups in the spool were made with other settings: they begin again", groups)
-        return []
+        return records[-1:]
 
     def note(self, record: SpoolRecord, groups: Iterable[int]) -> None:
         """Note these groups of a record: they are not settled, and no worker holds them."""
-        with self._lock:
-            self._held |= dict.fromkeys(groups, record)
-            if record.start not in self._closed:
-                self._ends[record.start] = max(self._ends.get(record.start, 0), record.n + 1)
+        self._held |= dict.fromkeys(groups, record)
+        if record.kind == "closed":
+            self._closed.add(record.start)
+        end = record.n + (record.kind != "closed")
+        self._ends[record.start] = max(self._ends.get(record.start, 0), end)
 
     def records(self, indices: Iterable[int]) -> list[SpoolRecord]:
         """The records that hold rows of these groups, each once and with these groups alone.
@@ -140,20 +146,17 @@ class Spool:
 
     def forget(self, indices: Iterable[int]) -> None:
         """Forget these groups: they are settled, or begin again."""
-        with self._lock:
-            for index in indices:
-                self._held.pop(index, None)
+        for index in indices:
+            self._held.pop(index, None)
 
     def places(self) -> list[Place]:
         """The first record of each start that may name a group that is not settled; see `first`."""
-        with self._lock:
-            ends, closed = dict(self._ends), set(self._closed)
-            held: dict[int, int] = {}
-            for record in self._held.values():
-                held[record.start] = min(record.n, held.get(record.start, record.n))
-        after = max([*ends, *closed], default=-1) + 1
-        lowest = next(s for s in range(after + 1) if s in held or s not in closed)
-        return [(s, held.get(s, ends.get(s, 0))) for s in range(lowest, after)] or [(lowest, 0)]
+        held: dict[int, int] = {}
+        for record in self._held.values():
+            held[record.start] = min(record.n, held.get(record.start, record.n))
+        after = max([*self._ends, *self._closed], default=-1) + 1
+        lowest = next(s for s in range(after + 1) if s in held or s not in self._closed)
+        return [(s, held.get(s, self._ends.get(s, 0))) for s in range(lowest, after)] or [(lowest, 0)]
 
 
 def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:

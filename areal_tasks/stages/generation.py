@@ -22,10 +22,11 @@ from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.losses import recover
 from areal_tasks.rollout.made_with import ENGINE_FIELDS, made_with
 from areal_tasks.rollout.orders import Begin, Ended
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
-from areal_tasks.rollout.rollouts import Rollouts, recover
+from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool
 from areal_tasks.rollout.staleness import Staleness

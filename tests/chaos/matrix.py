@@ -7,8 +7,7 @@ the run is at work, kills, and measures the seconds until two more iterations ar
 generated after the kill. When the rounds are done the run goes on to its end, and must then hold what a run holds that
 nothing has disturbed: the same iterations, the same content digests, the same weights, bit by bit. With η > 0, where
 no two runs are alike, it must hold as many rows, every group once, no sample older than η, and pass the audit; and each
-group in its spool must be in its tables to the bit as it was spooled, or rejected: nothing was generated again. Where
-workers are killed, the last record of each start is left out: one may have died before the flow heard of it.
+group in its spool must be in its tables to the bit as it was spooled, or rejected: nothing was generated again.
 """
 
 from __future__ import annotations
@@ -99,9 +98,9 @@ class Matrix:
         self._undisturbed(REFERENCE, self.overrides)
         self.reference = self._held(REFERENCE)
 
-    def _held(self, run: str, heard: bool = True) -> dict[str, object]:
-        """What does not depend on when anything happened. `heard`: see `not_as_spooled`."""
-        return holds_ahead(self.scene, run, self.eta, heard) if self.eta else holds(self.scene, run)
+    def _held(self, run: str) -> dict[str, object]:
+        """What does not depend on when anything happened."""
+        return holds_ahead(self.scene, run, self.eta) if self.eta else holds(self.scene, run)
 
     @property
     def points(self) -> dict[str, str]:
@@ -154,7 +153,7 @@ class Matrix:
             say(f"  {len(tally.seconds):3d}  {run}, iteration {head:3d}, {name(point):<26} {seconds:6.1f} s")
         wait_for(f"{run}'s last commit", lambda: self._has(run, flow_run, self.iterations - 1), 900)
         wait_for(f"{run} to be done", lambda: self.scene.state(flow_run) == "Completed", START_SECONDS)
-        self._judge(run, victim)
+        self._judge(run)
 
     def _next_commit(self, run: str, flow_run: str, head: int) -> int:
         wait_for("a commit", lambda: self._has(run, flow_run, head + 1), START_SECONDS)
@@ -201,16 +200,14 @@ class Matrix:
         except Failed as failure:
             raise Failed(f"{failure}; still there: {'; '.join(self.scene.left_over())}") from None
 
-    def _judge(self, run: str, victim: str) -> None:
+    def _judge(self, run: str) -> None:
         self._end_of_processes()
-        found = self._held(run, heard=victim != "rollout")
+        found = self._held(run)
         if found != self.reference:
             raise Failed(f"it differs from a run that nothing disturbed: {difference(found, self.reference)}")
         what = f"groups once, ages at most {self.eta}, audited, {self.waited} that waited at kills as spooled"
         what = what if self.eta else "prompts, rows, digests and weights"
         say(f"  {run}: all {self.iterations} iterations, {what} as undisturbed")
-        if self.eta and victim == "rollout" and (again := not_as_spooled(self.scene.store, run)):
-            say(f"  {run}: groups {again} began again, of records of which the flow had not heard")
 
 
 def rows(scene: Scene, run: str) -> dict[str, object]:
@@ -220,12 +217,12 @@ def rows(scene: Scene, run: str) -> dict[str, object]:
     return {table: run_sql(scene.store, run, query.format(table)).to_pylist() for table in tables}
 
 
-def holds_ahead(scene: Scene, run: str, eta: int, heard: bool) -> dict[str, object]:
+def holds_ahead(scene: Scene, run: str, eta: int) -> dict[str, object]:
     """What asynchronous runs of one recipe have in common."""
     groups = "SELECT group_id, count(DISTINCT iteration) AS n, count(*) AS samples FROM rollout GROUP BY 1 ORDER BY 1"
     old = f"SELECT count(*) AS n FROM rollout WHERE NOT iteration - version_min BETWEEN 0 AND {eta}"
     audited = {"groups": run_sql(scene.store, run, groups).to_pylist(), "sound": audit(scene.store, run).sound}
-    again = {"generated again": not_as_spooled(scene.store, run, heard)}
+    again = {"generated again": not_as_spooled(scene.store, run)}
     return rows(scene, run) | audited | again | {"too old": run_sql(scene.store, run, old).to_pylist()}
 
 

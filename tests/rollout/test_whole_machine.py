@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +37,16 @@ from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import Judge
 from areal_tasks.rollout.link import Link
+from areal_tasks.rollout.losses import recover
 from areal_tasks.rollout.orders import Written
-from areal_tasks.rollout.rollouts import Rollouts, recover
+from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import Store
 from areal_tasks.store.shards import read_table
-from areal_tasks.store.spool import StartClosed, close_start, number_of_starts, read_spool
+from areal_tasks.store.spool import StartClosed, close_start, number_of_starts, read_spool, read_start
 from areal_tasks.workflows import Prompt, WorkflowContext
 from schemas.recipe.filters import Filters
 from schemas.recipe.sections import Rollout
@@ -81,7 +83,10 @@ class Commit:
 
 
 class Run(RuleBasedStateMachine):
-    """`trained`: the newest version there is. `consumed`: by group, the iteration and the attempt."""
+    """`trained`: the newest version there is. `consumed`: by group, the iteration and the attempt.
+
+    `recorded`: by group, the attempt that a worker had recorded when it was killed, if the group must not begin again.
+    """
 
     @initialize(
         eta=st.integers(0, 3),
@@ -112,6 +117,7 @@ class Run(RuleBasedStateMachine):
         self.limits = Rollout(group_attempts=2, max_failed_groups=10_000, **limits)
         self.batches, self.store, self.servers = batches, some_store(), LaggingServers(servers, targeted, capacity)
         self.consumed: dict[int, tuple[int, int]] = {}
+        self.recorded: dict[int, int] = {}
         self.commit, self.trained, self.zombies, self.owners = Commit(), 0, list[Near](), count(1)
         self.runner = asyncio.Runner()
         self.runner.get_loop().set_default_executor(AtOnce(1))
@@ -140,6 +146,7 @@ class Run(RuleBasedStateMachine):
     async def start(self, eta: int) -> None:
         """A start of the flow, from what the store has, as `Generation` does it."""
         self.etas, owner, self.leaving = [eta] * len(self.batches), next(self.owners), set[str]()
+        self.recorded.clear()  # another η may have no room for them
         tracker = GroupTracker(self.bound(), self.commit.next, self.commit.settled, self.pace)
         if self.commit.rollout is not None:
             tracker.consume(self.commit.rollout)
@@ -170,6 +177,7 @@ class Run(RuleBasedStateMachine):
 
         async def work() -> None:
             running = set(self.found.tracker.running.of)
+            self.recorded.clear()  # there may be no room for them
             self.found.change_rule(self.bound(), "the test says so")
             assert not any(index in self.found.tracker.settled for index in running), "these begin again"
 
@@ -230,6 +238,7 @@ class Run(RuleBasedStateMachine):
             attempt = self.servers.attempts[row["input_ids"][1]]
             assert row["group_id"] == attempt.group == row["input_ids"][2] and attempt.group not in self.consumed
             assert row["versions"][1:] == attempt.versions and row["version_min"] == min(attempt.versions)
+            assert self.recorded.get(attempt.group, attempt.number) == attempt.number, "it was generated again"
             assert attempt.floor <= row["version_min"] and row["version_max"] <= k <= row["version_min"] + self.etas[k]
             self.consumed[attempt.group] = (k, attempt.number)
         self.commit.rollout, left = groups, self.found.live.keys() - set(groups)
@@ -314,13 +323,16 @@ class Run(RuleBasedStateMachine):
     def flush(self, pick: int, turns: int) -> None:
         self.do(self.found.near(self.url(pick)).flush(), turns)
 
-    @rule(pick=st.integers(0), turns=st.integers(0, 20))
-    def kill_worker(self, pick: int, turns: int) -> None:
-        """Another process replaces it; the old one may live on, unseen."""
+    @rule(pick=st.integers(0), records=st.booleans(), turns=st.integers(0, 20))
+    def kill_worker(self, pick: int, records: bool, turns: int) -> None:
+        """Another process replaces it; the old one may live on, unseen. Its last records may be unseen, too."""
         url = self.url(pick)
 
         async def work() -> None:
             lost = self.leave_alone(url)
+            if records:
+                await lost.groups.flush()
+            self.recorded |= self.recorded_by(lost)
             lost.lose()
             if url in self.leaving:  # it is not started again
                 self.leaving.remove(url)
@@ -370,6 +382,16 @@ class Run(RuleBasedStateMachine):
         self.zombies.append(near)
         self.starts[url] += 1
         return near
+
+    def recorded_by(self, near: Near) -> dict[int, int]:
+        """The attempts at groups that the worker has, as far as the flow knows, which are in its records."""
+        mine = {group: self.found.live[group] for group in self.found._assigned.of(near.link)}
+        if near.start is None:
+            return {}
+        tables = [one.tables["rollout"] for one in read_start(self.store, "run", near.start) if one.finished]
+        rows = [row for table in tables for row in read_table(self.store, table).to_pylist()]
+        needed = [row for row in rows if row["version_min"] >= mine.get(row["group_id"], math.inf)]
+        return {row["group_id"]: row["input_ids"][1] for row in needed}
 
     def url(self, pick: int) -> str:
         return list(self.starts)[pick % len(self.starts)]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from near import some_store
 from stage_driver import tiny
-from test_rollouts import BATCH, Scene, at, go, rollouts, sample
+from test_rollouts import BATCH, Scene, at, go, rollouts, sample, writer
 from waiting import LIMIT, until
 
+from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.links import Assignments
+from areal_tasks.rollout.losses import Losses
 from areal_tasks.rollout.orders import Finished, Lease, LeaseOver, Leaving, Orders, Part
 from areal_tasks.rollout.prompts import evaluation_rollout
+from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import SettledGroups
+from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.suspects import Suspects
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.objects.local import LocalBackend
@@ -31,6 +36,21 @@ from schemas.recipe.sections import Rollout
 @pytest.fixture
 def local_store(tmp_path: Path) -> Store:
     return open_store(tmp_path.as_uri())
+
+
+CREATE: Final = LocalBackend.create
+
+
+def away(refused: list[str]) -> Callable[[LocalBackend, str, bytes], None]:
+    """`LocalBackend.create` while the store refuses all but the records that open starts, without which none begins."""
+
+    def create(backend: LocalBackend, path: str, content: bytes) -> None:
+        if not path.endswith("/0.json"):
+            refused.append(path)
+            raise StoreError("refused")
+        CREATE(backend, path, content)
+
+    return create
 
 
 def test_workers_share_the_groups_and_the_table_is_in_order() -> None:
@@ -62,13 +82,111 @@ def test_groups_that_a_killed_worker_has_spooled_are_not_lost(local_store: Store
     go(work())
 
 
+@pytest.mark.parametrize("reported", [False, True], ids=["no record is reported", "one is"])
+@pytest.mark.parametrize("known", [False, True], ids=["taken for running", "known to be finished"])
+def test_what_a_worker_recorded_just_before_it_was_killed_is_not_generated_again(
+    local_store: Store, known: bool, reported: bool
+) -> None:
+    """It created the record, and was killed before the flow received that event. Group 7 was in flight."""
+
+    async def work() -> None:
+        scene = Scene(at_once=False)
+        found = rollouts(scene, local_store, eta=1, flush_seconds=3600.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: len(scene.ends) == 2 * BATCH)
+        near = found.near()
+        if reported:
+            scene.ends[0].set_result(None)
+            await until(lambda: 0 in found.finished)
+            await near.groups.flush()
+            await until(lambda: bool(found.spool.records([0])))
+        lost = {7} if reported else {0, 7}
+        for group in range(1, 7):
+            scene.ends[group].set_result(None)
+        if known:
+            await until(lambda: found.tracker.ready() == 2 * BATCH - len(lost))
+        near.gone = True
+        await until(lambda: len(near.groups.finished) == 6)
+        await near.groups.flush()
+        near.lose()
+        assert near.explained
+        await until(lambda: found.suspects.at_once.keys() == lost)
+        assert found.suspects.ends == ({7: 1} if reported else {})
+        scene.at_once = True
+        await found.use_workers({("0", 1)})
+        taken: list[int] = []
+        for scene.version in range(2):
+            taken += await found.groups()
+            found.consume(taken[-BATCH:])
+        assert sorted(taken) == list(range(2 * BATCH))
+        begun = Counter(scene.begun)
+        assert {group for group in range(2 * BATCH) if begun[group] > 1} == lost
+
+    go(work())
+
+
+def test_an_iteration_waits_until_it_is_known_what_a_killed_worker_has_recorded(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is away, so that the worker's start cannot be closed. Its groups begin nowhere meanwhile."""
+    monkeypatch.setattr("areal_tasks.rollout.background.RETRY_SECONDS", 0.001)
+    refused = list[str]()
+
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, local_store, flush_seconds=3600.0)
+        await found.use_workers({("0", 0), ("1", 0)})
+        await until(lambda: found.tracker.ready() == BATCH)
+        lost = found.near("0")
+        lost.gone = True
+        await lost.groups.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalBackend, "create", away(refused))
+            lost.lose()
+            taking = asyncio.ensure_future(found.groups())
+            await until(lambda: len(refused) > 10)
+            assert not taking.done() and sorted(scene.begun) == [0, 1, 2, 3]
+        assert await taking == [0, 1, 2, 3]
+        assert sorted(scene.begun) == [0, 1, 2, 3]
+
+    go(work())
+
+
+def test_of_what_a_lost_worker_recorded_only_groups_that_are_needed_are_kept(local_store: Store) -> None:
+    """Group 1 was settled meanwhile; the copy of group 2 is of an earlier lease, and older than the group may be."""
+    tracker, spool = GroupTracker(Staleness(lambda k: 9, 9, lambda k: BATCH), 0), at(local_store)
+    losses = Losses(tracker, spool, Suspects(), Rejections(Rollout()))
+    for group, version in {0: 0, 1: 0, 2: 1, 3: 0}.items():
+        tracker.running.add(group, version)
+    lost = writer(local_store)
+    start = lost.open()
+    lost.write({group: (0, [sample(group, 0)]) for group in range(3)})
+    losses.add(start, range(4))
+    tracker.reject(1)
+    losses.forget([1])
+    assert asyncio.run(losses.close(start)) == [2, 3] and not losses.closing
+    assert tracker.finished.of == {0: 0} and tracker.running.of == {2: 1, 3: 0}
+    [record] = spool.records(range(4))
+    assert [group.index for group in record.finished] == [0] and spool.places() == [(0, 1)]
+
+
+def test_a_commit_while_a_start_is_closed_says_that_it_may_hold_unsettled_groups(local_store: Store) -> None:
+    lost, spool = writer(local_store), at(local_store)
+    start = lost.open()
+    lost.write({0: (0, [sample(0, 0)])})
+    found = spool.close(start)
+    assert spool.places() == [(0, 0)]
+    for record in found:
+        spool.note(record, ())
+    assert spool.places() == [(1, 0)]
+
+
 def test_a_killed_worker_that_lives_on_records_nothing(local_store: Store) -> None:
     """Its start is closed as soon as the flow knows that it is gone."""
 
     async def work() -> None:
         found = rollouts(Scene(), local_store, eta=2, flush_seconds=0.0)
         await found.groups()
-        await until(lambda: found.near().start is not None)
         zombie = found.near()
         zombie.lose()
         await until(lambda: read_start(local_store, "run", 0)[-1].kind == "closed")
@@ -187,21 +305,17 @@ def test_a_worker_that_holds_as_many_finished_groups_as_it_may_gets_no_more(
 ) -> None:
     """While the store is away. Once it is back the run goes on, and takes each group once."""
     monkeypatch.setattr("areal_tasks.rollout.background.RETRY_SECONDS", 0.001)
-    create, refused = LocalBackend.create, list[str]()
-
-    def away(backend: LocalBackend, path: str, content: bytes) -> None:
-        refused.append(path)
-        raise StoreError("away")
+    refused = list[str]()
 
     async def work() -> None:
         scene = Scene(capacity=2)
         found = rollouts(scene, local_store, eta, flush_seconds=3600.0, groups_in_memory=most)
-        monkeypatch.setattr(LocalBackend, "create", away)
+        monkeypatch.setattr(LocalBackend, "create", away(refused))
         await found.use_workers({("0", 0)})
         await until(lambda: len(refused) > 20)
         held = found.near().groups.finished
         assert max(most, 1) <= len(held) == len(scene.begun) < max(most, 1) + scene.capacity
-        monkeypatch.setattr(LocalBackend, "create", create)
+        monkeypatch.setattr(LocalBackend, "create", CREATE)
         for scene.version in range(4):
             taken = await found.groups()
             assert taken == list(range(scene.version * BATCH, (scene.version + 1) * BATCH))
@@ -224,7 +338,7 @@ def test_an_iteration_does_not_wait_for_ever_for_a_store_that_takes_no_groups(
     async def work() -> None:
         found = rollouts(Scene(capacity=1), local_store, flush_seconds=3600.0, groups_in_memory=2)
         with monkeypatch.context() as patch:
-            patch.setattr(LocalBackend, "create", refuse)
+            patch.setattr(LocalBackend, "create", away([]))
             with pytest.raises(StoreError, match=r"\(rollout.groups_in_memory = 2\), and could not write .*: full"):
                 await found.groups()
         assert found.near().groups.unwritten == "refused"
@@ -239,7 +353,7 @@ def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_end_before_it_has_wr
     local_store: Store, monkeypatch: pytest.MonkeyPatch, soon_full: None
 ) -> None:
     """It uses too much memory, and holds fewer groups than it may."""
-    monkeypatch.setattr(LocalBackend, "create", refuse)
+    monkeypatch.setattr(LocalBackend, "create", away([]))
 
     async def work() -> None:
         found = rollouts(Scene(capacity=1), local_store, flush_seconds=3600.0)
@@ -251,10 +365,6 @@ def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_end_before_it_has_wr
             await asyncio.wait_for(found.groups(), LIMIT)
 
     go(work())
-
-
-def refuse(*_: object) -> None:
-    raise StoreError("refused")
 
 
 def test_what_ends_the_wait_for_a_worker_is_told_with_its_groups() -> None:

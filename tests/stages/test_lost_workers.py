@@ -99,6 +99,18 @@ def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path
     assert (tmp_path / "logs" / "killed" / "rollout-0-1-3.log").exists(), "it was killed three times"
 
 
+@pytest.mark.parametrize("record", [1, 2])
+def test_a_worker_that_is_killed_just_after_it_created_a_record_costs_none_of_its_groups(
+    tmp_path: Path, record: int
+) -> None:
+    """The flow has not received that event: it finds the record as it closes the worker's start."""
+    workflow = {"name": "working:KilledOnRecording", "arguments": {"record": record, "folder": str(tmp_path)}}
+    rollout = {"max_head_offpolicyness": 2, "flush_seconds": 0.0}
+    run = drive(tmp_path, "killed", ahead(workflow=workflow, launcher={"type": "local"}, rollout=rollout))
+    assert (tmp_path / "killed").exists() and not_as_spooled(run.store, "killed") == []
+    check(load_run(run.store, "killed"))
+
+
 def test_a_worker_is_restarted_while_the_flow_does_not_wait_for_it(tmp_path: Path) -> None:
     def execute(jobs: Sequence[Job]) -> list[Built]:
         if jobs[0].label == "train 2":

@@ -9,9 +9,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from areal_tasks.rollout.spooling import Writer
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext
+from schemas.manifest import SpoolRecord
+
+WRITE: Final = Writer.write
 
 
 class Stuck:
@@ -97,6 +101,28 @@ class Misbehaving:
         if self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         threading.Event().wait()  # for ever
+
+
+class KilledOnRecording:
+    """A single turn whose worker is killed just after it has created a record of this number, once."""
+
+    def __init__(self, record: int, folder: str) -> None:
+        self.record, self.killed = record, Path(folder) / "killed"
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> list[Sample]:
+        Writer.write = self._write  # type: ignore[assignment, method-assign]
+        return await SingleTurn().run(prompt, context)
+
+    @property
+    def _write(self) -> Any:
+        def write(writer: Writer, *groups: Any) -> list[SpoolRecord]:
+            records = WRITE(writer, *groups)
+            if records[-1].n >= self.record and not self.killed.exists():
+                self.killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return records
+
+        return write
 
 
 class MisbehavingLater(Misbehaving):

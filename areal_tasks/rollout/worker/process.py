@@ -36,6 +36,7 @@ from areal_tasks.rollout.made_with import judged_with
 from areal_tasks.rollout.orders import (
     STATUSES,
     Begin,
+    Begun,
     Busy,
     Down,
     Event,
@@ -124,7 +125,7 @@ class Worker:
         self._news = asyncio.Event()
         self._beginning = asyncio.Lock()
 
-    async def begin(self, order: Begin) -> None:
+    async def begin(self, order: Begin) -> Begun:
         """Prepare to generate groups with these settings, and forget earlier groups."""
         async with self._beginning:
             await self.close()
@@ -148,16 +149,20 @@ class Worker:
             judge = self._judge(recipe, sampling, decides) if judges else None
             if isinstance(workflow, IsolatedWorkflow):
                 self._resources.callback(workflow.close)
+            writer = Writer(self._store, self._spec.run, self._spec.owner, order.made_with)
+            # opened before there are groups, so that the flow can close it, and find them, whenever this process ends
+            start = None if order.evaluates else await asyncio.to_thread(writer.open)
             self._groups = Groups(
                 workflow,
                 workflow_context(recipe, sampling, self._client, tokenizer),
                 prompt_of,
                 sampling,
-                Writer(self._store, self._spec.run, self._spec.owner, order.made_with),
+                writer,
                 self.report,
                 judge,
                 spools=not order.evaluates,
             )
+            return Begun(start=start)
 
     async def _new_client(self, order: Begin, recipe: Generating, tokenizer: Any) -> InferenceClient:
         ends = Ends(frozenset(order.end_tokens), await asyncio.to_thread(self._detokenizer, order, tokenizer))
