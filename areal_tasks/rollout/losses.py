@@ -53,11 +53,15 @@ class Losses:
 
     async def close(self, start: int) -> list[int]:
         """Close a start, so that its process can record nothing if it still runs. Returns the groups that are lost."""
-        for record in await asyncio.to_thread(self.spool.close, start):
+        unknown = await asyncio.to_thread(self.spool.close, start)
+        for record in [*self.spool.records(self._of(start)), *unknown]:
             self._keep(record)
-        lost = [group for group, of in self.closing.items() if of == start]
+        lost = self._of(start)
         self.forget(lost)
         return lost
+
+    def _of(self, start: int) -> list[int]:
+        return [group for group, of in self.closing.items() if of == start]
 
     def _keep(self, record: SpoolRecord) -> None:
         """Keep the groups of a record that are still needed.

@@ -330,11 +330,11 @@ class Rollouts:
             )
 
     def _spooled(self, link: Link, event: orders.Spooled) -> None:
-        """Handle that groups were written to the store, and the worker no longer holds them."""
+        """Handle that groups were written to the store: those of `numbers` are finished, others are still verified."""
         link.take_back(list(event.numbers))
         stored = {group.index for group in event.record.finished}
-        mine = [group for group in self._assigned.of(link, event.numbers) if group in stored]
-        for group in mine:
+        mine = stored.intersection(self._assigned.of(link))
+        for group in mine.intersection(self._assigned.of(link, event.numbers)):
             self._assigned.remove(group)
         self.spool.note(event.record, mine)
 

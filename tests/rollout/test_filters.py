@@ -402,6 +402,11 @@ def test_verdicts_in_advance_are_reported_and_not_written(local_store: Store) ->
     go(work())
 
 
+async def never(rows: Sequence[Row]) -> list[VerifyResult]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 def test_what_waits_for_a_verdict_in_advance_is_written_meanwhile(local_store: Store) -> None:
     """Slow verifiers delay no write: a killed flow loses as little as without them."""
     go_on = asyncio.Event()
@@ -416,10 +421,25 @@ def test_what_waits_for_a_verdict_in_advance_is_written_meanwhile(local_store: S
         taking = asyncio.ensure_future(found.groups())
         await until(lambda: in_spool(local_store) == set(range(2 * BATCH)))
         assert not found.tracker.ready() and found._assigned.by_url("verifying").total() == 2 * BATCH
+        await until(lambda: all(found.spool.records([i]) for i in found.live))
+        assert found.spool.places()[0] == (0, 1), "a later start of the flow finds them"
         go_on.set()
         assert await taking == [0, 1, 2, 3]
         await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
         assert all(one.verdicts == (judgement(1.0),) for one in found.judged.values()) and not found.finished
+
+    go(work())
+
+
+def test_a_worker_that_is_lost_while_it_verifies_what_it_has_written_loses_none_of_it(local_store: Store) -> None:
+    async def work() -> None:
+        by = Judge(never, "with", Filters(), decides=False)
+        found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: all(found.spool.records([i]) for i in range(2 * BATCH)))
+        await found.use_workers({("0", 1)})
+        await until(lambda: found.tracker.ready() == 2 * BATCH)
+        assert await taking == [0, 1, 2, 3] and not found.suspects.at_once
 
     go(work())
 
@@ -430,10 +450,6 @@ def in_spool(store: Store) -> set[int]:
 
 
 def test_what_waits_for_a_verdict_in_advance_is_written_when_the_flow_ends(local_store: Store) -> None:
-    async def never(rows: Sequence[Row]) -> list[VerifyResult]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     async def work() -> None:
         found = filtered(Numbered(), local_store, Judge(never, "with", Filters(), decides=False))
         taking = asyncio.ensure_future(found.groups())
