@@ -110,6 +110,7 @@ def per_iteration(store: Store, run: str) -> float:
 def timers(parts: Counter[str]) -> Iterator[None]:
     """Add up, in this process, the seconds spent in the store and waiting for each service."""
     from areal_tasks.engines import servers, trainer_client
+    from areal_tasks.rewards import pool
 
     targets: list[tuple[Any, str, str]] = [
         (build, "write_table", "store: tables written"),
@@ -119,6 +120,7 @@ def timers(parts: Counter[str]) -> Iterator[None]:
         (generation.Generation, "take", "service: generation"),
         (trainer_client.TrainerClient, "run", ""),
         (servers.Servers, "_load", "service: weights loaded"),
+        (pool.VerifierPool, "verify", "verifier processes"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in targets]
     for owner, name, part in targets:

@@ -61,13 +61,15 @@ def judges_groups(recipe: RlhfRecipe | EvaluateRecipe, rollout: Rollout) -> bool
     return recipe.workflow.verifies or rollout.filters.active
 
 
-def judges_in_advance(recipe: RlhfRecipe | EvaluateRecipe) -> bool:
-    """Whether groups are verified as they finish all the same: a rollout worker has a CPU for each verifier.
+def judges_in_advance(recipe: RlhfRecipe) -> bool:
+    """Whether groups are verified as they finish all the same, while the trainer trains.
 
-    `local` and `inline` set no limit: verifiers then use the flow's machine in any case.
+    With η = 0 that would take CPU from the generation that is waited for. It needs a CPU for each verifier of a rollout
+    worker; `local` and `inline` set no limit, as verifiers use the flow's machine there in any case.
     """
     launcher = recipe.launcher
-    return launcher.type in ("local", "inline") or launcher.resources.rollout.cpus >= recipe.reward.workers
+    has_cpus = launcher.type in ("local", "inline") or launcher.resources.rollout.cpus >= recipe.reward.workers
+    return has_cpus and recipe.rollout.max_head_offpolicyness > 0
 
 
 def interruption(recipe: Recipe) -> Interruption | None:

@@ -29,7 +29,7 @@ class Resources(Section):
     trainer: Needs = section(Needs, "The trainer, on each of its machines: all ranks there together.")
     inference: Needs = section(Needs, "Each inference server.")
     rollout: Needs = section(
-        Needs, "Each rollout worker. It verifies groups as they finish if it has a CPU for each of `reward.workers`."
+        Needs, "Each rollout worker. With η > 0 it verifies groups as they finish if it has `reward.workers` CPUs."
     )
 
 

@@ -164,10 +164,18 @@ CLUSTER = "launcher={type: slurm, network: 10.0.0.0/24, resources: {rollout: {cp
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [((), True), (("launcher.type=inline",), True), ((CLUSTER,), True), ((CLUSTER, "reward.workers=4"), False)],
+    [
+        ((), True),
+        (("launcher.type=inline",), True),
+        ((CLUSTER,), True),
+        ((CLUSTER, "reward.workers=4"), False),
+        (("rollout.max_head_offpolicyness=0",), False),
+    ],
 )
-def test_groups_are_judged_in_advance_where_each_verifier_has_a_cpu(overrides: Sequence[str], expected: bool) -> None:
-    recipe = quickstart(*overrides)
+def test_with_eta_groups_are_judged_in_advance_where_each_verifier_has_a_cpu(
+    overrides: Sequence[str], expected: bool
+) -> None:
+    recipe = quickstart("rollout.max_head_offpolicyness=1", *overrides)
     assert judges_in_advance(recipe) == expected and not judges_groups(recipe, recipe.rollout)
 
 

@@ -145,7 +145,7 @@ class Worker:
                 workflow = IsolatedWorkflow(workflow, recipe.workflow.blocked_seconds)
             self._client = await self._new_client(order, recipe, tokenizer)
             decides = judges_groups(recipe, sampling)
-            judges = decides or (not order.evaluates and judges_in_advance(recipe))
+            judges = decides or (not order.evaluates and judges_in_advance(cast(RlhfRecipe, recipe)))
             judge = self._judge(recipe, sampling, decides) if judges else None
             if isinstance(workflow, IsolatedWorkflow):
                 self._resources.callback(workflow.close)
