@@ -32,6 +32,7 @@ class GroupTracker:
     finished: Versions = field(default_factory=Versions)
     failures: Counter[int] = field(default_factory=Counter)  # failed attempts per group
     _lowest: int = 0  # every group below is live or settled
+    _taken: Versions = field(default_factory=Versions)  # groups that the next iteration takes, while it writes them
 
     def live(self) -> int:
         """The number of live groups. May be called from another thread."""
@@ -51,10 +52,14 @@ class GroupTracker:
             most = min(most, self.short() + self.pace)
         if most <= 0:
             return []
-        begun = self._missing(int(min(self.rule.room(self.next, self._versions(), version), most)))
+        begun = self._missing(int(min(self._room(version), most)))
         for group in begun:
             self.running.add(group, version)
         return begun
+
+    def _room(self, version: int) -> int:
+        """How many more groups may begin on servers that hold `version`, once `_taken` is consumed."""
+        return self.rule.room(self.next + bool(self._taken.of), self._versions() - self._taken.counts, version)
 
     def _missing(self, number: int) -> list[int]:
         """The lowest groups that are neither live nor settled."""
@@ -92,7 +97,7 @@ class GroupTracker:
     def _forget_live(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Make no group live. Returns the versions of the groups that were running and of those that were finished."""
         before = self.running.of, self.finished.of
-        self.running, self.finished, self._lowest = Versions(), Versions(), 0
+        self.running, self.finished, self._taken, self._lowest = Versions(), Versions(), Versions(), 0
         return before
 
     def _keep(self, kept: Versions, groups: Mapping[int, int]) -> list[int]:
@@ -137,8 +142,15 @@ class GroupTracker:
         return len(self.finished.of)
 
     def take(self) -> list[int] | None:
-        """The groups of the next iteration, in order; None while it must wait for groups."""
-        return self.rule.take(self.next, self.finished, self.running.counts)
+        """The groups of the next iteration, in order; None while it must wait for groups.
+
+        Until they are consumed, or one of them is no longer live, others begin as if they were consumed.
+        """
+        taken = self.rule.take(self.next, self.finished, self.running.counts)
+        self._taken = Versions()
+        for group in taken or ():
+            self._taken.add(group, self.finished.of[group])
+        return taken
 
     def consume(self, indices: Iterable[int]) -> list[int]:
         """Record that the next iteration has committed these groups. Returns live groups that are dropped: too old now.
@@ -158,6 +170,8 @@ class GroupTracker:
         return dropped
 
     def _remove(self, index: int) -> None:
+        if index in self._taken.of:
+            self._taken = Versions()
         self.running.remove(index)
         self.finished.remove(index)
 

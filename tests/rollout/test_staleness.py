@@ -98,6 +98,15 @@ def test_synchronous_training_admits_one_batch_of_the_newest_version() -> None:
     assert rule_.room(3, {3: 4}, 3) == 0
 
 
+def test_what_begins_while_an_iteration_writes_its_groups_is_not_too_old_afterwards() -> None:
+    """Group 1 began with version 0 and finished with 1, which leaves a place for one more group of version 0."""
+    tracker = GroupTracker(staleness(1, [1, 1, 1]), 1, SettledGroups().add([0]))
+    assert tracker.lease(0) == [1]
+    tracker.finish(1, version=1)
+    assert tracker.take() == [1] and tracker.lease(0) == []
+    assert tracker.lease(1) == [2] and tracker.consume([1]) == []
+
+
 def test_the_weaker_rule_lets_an_iteration_leave_a_slow_group_behind() -> None:
     finished = Versions()
     for group in (1, 2, 3, 4):
