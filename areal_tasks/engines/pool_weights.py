@@ -226,7 +226,7 @@ class UpdatedPool(ServerPool):
 
     async def _catch_up(self, server: Server) -> None:
         """Have the server load the target, unless it holds that already or only the trainer can send it."""
-        if (target := self.target) is None:  # then the client that has one tells which weights it holds
+        if (target := self.target) is None:  # the managing client tells which weights it holds
             return
         await server.ask_version()
         if server.held:

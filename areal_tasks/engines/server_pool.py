@@ -47,9 +47,9 @@ class _Waiter(NamedTuple):
 class ServerPool(ABC):
     """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
-    Only one client of the servers, in the flow, has target weights and gives them to the servers. In other clients a
-    server generates with the weights that it holds, which may change at any time; the first client tells them by
-    `serving` which these are. There a probe never makes it generate.
+    One client of the servers, in the flow, manages them: it has target weights and gives them to the servers. In other
+    clients a server generates with the weights that it holds, which may change at any time: `serving` of the managing
+    client says which. There a probe never makes it generate.
     """
 
     def __init__(

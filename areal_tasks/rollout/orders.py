@@ -88,7 +88,7 @@ class Ended(OfGroup):
 
 
 class Finished(Ended):
-    """A group waits in the worker's memory. `version`: of its oldest token."""
+    """A group waits for its iteration. `version`: of its oldest token."""
 
     kind: Literal["finished"] = "finished"
     version: int
@@ -110,7 +110,10 @@ class Failed(OfGroup):
 
 
 class Spooled(Record):
-    """The groups of these leases are in the store, and no longer in the worker's memory."""
+    """Groups were written to the store. Those of the leases `numbers` are no longer in the worker's memory.
+
+    The record's other groups are still verified, and follow once they are finished.
+    """
 
     kind: Literal["spooled"] = "spooled"
     numbers: tuple[int, ...]

@@ -160,7 +160,7 @@ class Spool:
 
 
 def tables_of(samples: Sequence[Sample]) -> dict[str, pa.Table]:
-    """The tables of these samples: `rollout`, and `judged` if their verdicts are part of it. Empty without samples."""
+    """The tables of these samples: `rollout`, and `judged` if their verdicts decide. Empty without samples."""
     if not samples:
         return {}
     judged = {"judged": judged_table(samples)} if samples[0].judged_with else {}

@@ -52,7 +52,7 @@ class Sample:
     turns: int = 1
     stale_kv: Values | None = None  # None: no token was sampled over the KV cache of older weights
     verdict: VerifyResult | None = None  # if groups are verified as they finish
-    judged_with: str = ""  # digest of what the verdict depends on besides the sample, if the rollout depends on it
+    judged_with: str = ""  # digest of what the verdict depends on besides the sample; empty: it decides nothing
 
     @property
     def sample_id(self) -> str:

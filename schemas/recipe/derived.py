@@ -62,7 +62,7 @@ def judges_groups(recipe: RlhfRecipe | EvaluateRecipe, rollout: Rollout) -> bool
 
 
 def judges_in_advance(recipe: RlhfRecipe) -> bool:
-    """Whether groups are verified as they finish all the same, while the trainer trains.
+    """Whether rollout workers verify groups as they finish although verdicts decide nothing: `verify` takes them over.
 
     With η = 0 that would take CPU from the generation that is waited for. It needs a CPU for each verifier of a rollout
     worker; `local` and `inline` set no limit, as verifiers use the flow's machine there in any case.

@@ -197,7 +197,7 @@ class Reward(Section):
         2048, ge=128, le=1_048_576, description="Address space that a verifier may use beyond that at its start."
     )
     workers: int = operational(
-        2, ge=1, le=256, description="Verifier processes, of each rollout worker and of the flow."
+        2, ge=1, le=256, description="Verifier processes of the flow, and of each rollout worker that verifies groups."
     )
 
 

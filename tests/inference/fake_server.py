@@ -120,7 +120,7 @@ class Fake:
 
 
 class Told(Followers):
-    """Another client, which the one that gives the servers weights tells at once what they hold."""
+    """Another client, which the managing one (`leader`) tells at once which weights the servers hold."""
 
     def __init__(self, leader: InferenceClient, client: InferenceClient) -> None:
         super().__init__()

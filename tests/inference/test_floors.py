@@ -26,7 +26,7 @@ def floored(groups: int, floor: int) -> list[GenerateRequest]:
 
 
 def held(fakes: Iterable[Fake]) -> Serving:
-    """What the client that gives the servers weights tells the others: each may generate with what it holds."""
+    """What the managing client tells the others: each server may generate with the weights that it holds."""
     servers = (SharedServer(url=fake.url, start=0, version=fake.version, may_generate=True) for fake in fakes)
     return Serving(servers=tuple(servers), versions_unknown=False, requests=64)
 

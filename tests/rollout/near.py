@@ -32,7 +32,8 @@ class Near:
     """What a `Link` is to the flow. `lose` is what it sees when the process is killed."""
 
     def __init__(self, url: str, flow: Rollouts, make: Callable[[Callable[[Event], None]], Groups]) -> None:
-        self.url, self.busy, self.start = url, Busy(requests={}, store="full"), cast(int | None, None)
+        self.url, self.busy = url, Busy(requests={}, store="full")
+        self.start: int | None = None
         self._flow, self._loop = flow, asyncio.get_running_loop()
         self.groups = make(lambda event: self._soon(self._tell, event))
         self.gone, self.ready, self.tried, self.explained, self.leaving = False, False, False, False, False

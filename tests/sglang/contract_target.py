@@ -106,10 +106,8 @@ class Target:
         """Runs a coroutine function of the product's own client."""
 
         async def call(work: Callable[[InferenceClient], Any]) -> Any:
-            settings, ends = (
-                Inference(max_concurrent_requests=256),
-                Ends(frozenset(), Detokenizer(tokenizer_of(self.folder))),
-            )
+            settings = Inference(max_concurrent_requests=256)
+            ends = Ends(frozenset(), Detokenizer(tokenizer_of(self.folder)))
             client = InferenceClient([self.url], Access(self.token), settings, None, lambda: ends, interruption)
             try:
                 return await asyncio.wait_for(work(client), 3 * LIMIT)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -180,20 +180,26 @@ class Groups:
         if failure is not None:
             self._fail(lease, failure)
             return
-        ended: dict[str, Any] = {"number": lease.number, "index": lease.index, "verdicts": tuple(verdicts_of(samples))}
-        if self.judge is not None:
-            ended["judged_with"] = self.judge.judged_with
+        ended = orders.Ended(
+            number=lease.number,
+            index=lease.index,
+            verdicts=tuple(verdicts_of(samples)),
+            judged_with=self.judge.judged_with if self.judge is not None else "",
+        )
         if reason:
-            self.report(orders.Rejected(**ended, reason=reason))
+            self.report(orders.Rejected(**dict(ended), reason=reason))
+        else:
+            self._finish(ended, self.judging.pop(lease.number, held_of(samples, lease)))
+
+    def _finish(self, ended: orders.Ended, held: Held) -> None:
+        """Report a finished group, and keep it in memory unless it was written while it was verified."""
+        self.report(orders.Finished(**dict(ended), version=held.version))
+        if ended.number in self._spooled:
+            self.report(orders.Spooled(numbers=(ended.number,), record=self._spooled[ended.number][1]))
             return
-        held = self.judging.pop(lease.number, None) or held_of(samples, lease)
-        self.report(orders.Finished(**ended, version=held.version))
-        if lease.number in self._spooled:
-            self.report(orders.Spooled(numbers=(lease.number,), record=self._spooled[lease.number][1]))
-            return
-        self.finished[lease.number] = held
+        self.finished[ended.number] = held
         full = self.leaving or len(self.finished) >= self.limits.groups_in_memory
-        self._flush_after(0.0 if full else self.limits.flush_seconds, lease.number)
+        self._flush_after(0.0 if full else self.limits.flush_seconds, ended.number)
 
     async def _attempt(self, lease: orders.Lease) -> tuple[list[Sample], str]:
         """The group's samples, and why a filter rejects them, if one does."""
@@ -238,8 +244,10 @@ class Groups:
         def failed(error: Exception) -> None:
             self.report(orders.Broken(reason=f"finished groups cannot be written to the store: {error}"))
 
-        waits = lambda: number in self.finished or number in self.judging  # noqa: E731
-        self._background.store(seconds, waits, self.flush, failed)
+        def in_memory() -> bool:
+            return number in self.finished or number in self.judging
+
+        self._background.store(seconds, in_memory, self.flush, failed)
 
 
 def checked(samples: object, lease: orders.Lease) -> list[Sample]:
@@ -262,6 +270,7 @@ def checked(samples: object, lease: orders.Lease) -> list[Sample]:
 
 
 def held_of(samples: list[Sample], lease: orders.Lease) -> Held:
+    """The group of a lease, as it waits in memory."""
     return Held(lease.index, oldest_version(samples, lease.floor), samples)
 
 
