@@ -23,7 +23,7 @@ from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout import orders
 from areal_tasks.rollout.background import Background
-from areal_tasks.rollout.judging import Judge, VerifiersFailed, verdicts_of
+from areal_tasks.rollout.judging import Judge, VerifiersFailed, basis, row_of, verdicts_of
 from areal_tasks.rollout.spooling import Writer, narrowed, spooled_rows, tables_of
 from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
@@ -182,7 +182,7 @@ class Groups:
             return
         ended: dict[str, Any] = {"number": lease.number, "index": lease.index, "verdicts": tuple(verdicts_of(samples))}
         if self.judge is not None:
-            ended["judged_with"] = self.judge.judged_with
+            ended["basis"] = basis(self.judge.judged_with, map(row_of, samples))
         if reason:
             self.report(orders.Rejected(**ended, reason=reason))
             return
