@@ -116,13 +116,13 @@ class Groups:
                 self.unwritten = str(error)
                 raise
             self.unwritten = ""
-            for record in records:
-                there = {group.index for group in record.finished}
-                written = {n: held.index for n, held in waiting.items() if held.index in there}
-                known = self.finished.keys() | self.judging.keys()
-                self._spooled |= {n: (index, record) for n, index in written.items() if n in known}
-                numbers = tuple(n for n in written if self.finished.pop(n, None) is not None)
-                self.report(orders.Spooled(numbers=numbers, record=record))
+            *earlier, last = records  # those may have other attempts at these groups
+            for record in earlier:
+                self.report(orders.Spooled(numbers=(), record=record))
+            known = self.finished.keys() | self.judging.keys()
+            self._spooled |= {n: (held.index, last) for n, held in waiting.items() if n in known}
+            numbers = tuple(n for n in waiting if self.finished.pop(n, None) is not None)
+            self.report(orders.Spooled(numbers=numbers, record=last))
 
     async def write(self, part: orders.Part) -> orders.Written:
         """Write groups that an iteration takes, in order.
