@@ -325,7 +325,9 @@ def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: St
     [
         ({"versions": [-1, 0]}, "not as many `versions`"),
         ({"logprobs": []}, "not as many `logprobs`"),
+        ({"logprobs": None}, "not as many `logprobs`"),
         ({"loss_mask": [True] * 4}, "not as many `loss_mask`"),
+        ({"loss_mask": None}, "not as many `loss_mask`"),
         ({"stale_kv": [True]}, "not as many `stale_kv`"),
         ({"input_ids": [[1, 2], [3, 4], [5, 6]]}, "not as many `input_ids`"),
         ({"completion": 7}, "Error: "),
