@@ -157,7 +157,7 @@ class GroupTracker:
 
         There are such groups only if another start of the flow chose the committed ones. They begin again.
         """
-        taken = list(indices)
+        taken, self._taken = list(indices), Versions()
         for index in taken:
             self._remove(index)
         self.settled = self.settled.add(taken)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -84,6 +86,12 @@ def row_of(sample: Sample) -> Row:
     """The verifier's input for a sample; the stage `verify` reads the same from the table."""
     truncated = sample.stop_reason == "length"
     return Row(sample.prompt.prompt, sample.completion, sample.prompt.answer, truncated, sample.stop_reason)
+
+
+def basis(judged_with: str, rows: Iterable[Row]) -> str:
+    """Digest of what the verdicts on these rows depend on, which are then those of no other attempt at a group."""
+    parts = "\0".join(map(str, chain([judged_with], *rows)))
+    return hashlib.sha256(parts.encode(errors="surrogatepass")).hexdigest()
 
 
 def verdicts_of(samples: Sequence[Sample]) -> list[VerifyResult]:

@@ -76,7 +76,7 @@ class Link:
         async with self._following:
             if self.ready and serving != self._serving:
                 with suppress(WorkerLost, LeaseOver):
-                    await self._ask("serving", serving)
+                    await self._ask_or_end("serving", serving)
                     self._serving = serving
 
     async def requests(self) -> dict[str, int]:
@@ -99,11 +99,7 @@ class Link:
             LeaseOver: one of these leases is over.
             StoreError: rows in the spool cannot be read, or the store does not take the part.
         """
-        try:
-            return Written.model_validate(await self._ask("write", part))
-        except WorkerLost:
-            self._failed.set()
-            raise
+        return Written.model_validate(await self._ask_or_end("write", part))
 
     async def flush(self) -> None:
         """Have the worker write its finished groups to the store."""
@@ -175,7 +171,7 @@ class Link:
             await self._ask("orders", orders)
 
     async def _end(self) -> None:
-        """End the session when another request has failed, as its groups are lost although the session may go on."""
+        """End the session when a request of `_ask_or_end` has failed."""
         await self._failed.wait()
         raise WorkerLost("another request has failed")
 
@@ -188,6 +184,14 @@ class Link:
         with suppress(WorkerLost, LeaseOver):
             return await self._ask(what)
         return None
+
+    async def _ask_or_end(self, what: str, body: BaseModel) -> Any:
+        """`_ask`; if the worker does not answer, the session ends, which might go on without what was asked."""
+        try:
+            return await self._ask(what, body)
+        except WorkerLost:
+            self._failed.set()
+            raise
 
     async def _ask(self, what: str, body: BaseModel | None = None) -> Any:
         """One HTTP exchange. Raises WorkerLost, and the errors of `STATUSES`."""

@@ -81,10 +81,10 @@ class Generated(OfGroup):
 
 
 class Ended(OfGroup):
-    """A group has ended. `verdicts`: if it was verified; `judged_with`: what they depend on besides the samples."""
+    """A group has ended. `verdicts`: if it was verified; `basis`: what they depend on, see `judging.basis`."""
 
     verdicts: tuple[VerifyResult, ...] = ()
-    judged_with: str = ""
+    basis: str = ""
 
 
 class Finished(Ended):

@@ -155,6 +155,9 @@ class Rollouts:
         """Record that the next iteration has committed these groups."""
         self.rejections.committed()
         self._forget([*indices, *self.tracker.consume(indices)])
+        for group, one in list(self.judged.items()):  # of groups that were lost after an iteration had taken them
+            if isinstance(one, orders.Finished) and group not in self.tracker and group not in indices:
+                self.judged.pop(group, None)
         self.begin()
 
     def change_rule(self, rule: Staleness, why: str) -> None:
@@ -230,9 +233,8 @@ class Rollouts:
             link = self.links.by_start.pop(start)
             await link.drop()
             self.lost(link)
-        for start in starts:
-            if start not in self.links.by_start:
-                self.links.by_start[start] = self.connect(start[0], self)
+        for start in [start for start in starts if start not in self.links.by_start]:
+            self.links.by_start[start] = self.connect(start[0], self)
 
     async def heartbeats(self) -> dict[str, Heartbeat]:
         """The workers' heartbeats, by address."""
@@ -297,7 +299,8 @@ class Rollouts:
             log.warning("the rollout worker at %s uses too much memory, and ends after its groups", link.url)
             link.leaving = True
         elif isinstance(event, orders.Spooled):
-            self._spooled(link, event)
+            if link.ready:  # else it is lost, and what it has recorded is found when its start is closed
+                self._spooled(link, event)
         elif not self._assigned.leased(event.index, link, event.number):
             link.take_back([event.number])
         else:

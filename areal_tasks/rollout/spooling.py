@@ -56,7 +56,7 @@ class Writer:
     ) -> list[SpoolRecord]:
         """Record groups, each with the version of its oldest token and its samples, and groups that were rejected.
 
-        Returns the new record, preceded by an earlier one that the store accepted although its answer was lost.
+        Returns the new record, preceded by earlier ones that the store accepted although their answers were lost.
 
         Raises:
             StartClosed: a later process has closed this start.

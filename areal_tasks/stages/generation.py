@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,11 @@ class Generation:
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
         return Output(tables, sizes | rollouts.rejections.metrics())
 
-    def verdicts(self, groups: Iterable[int], judged_with: str) -> dict[int, Sequence[VerifyResult]]:
-        """The verdicts of these groups' samples that workers made with these settings and did not write, each once."""
+    def verdicts(self, bases: Mapping[int, str]) -> dict[int, Sequence[VerifyResult]]:
+        """The verdicts that workers made on that basis, for each of these groups, and did not write; each once."""
         judged = self._rollouts.judged if self._rollouts is not None else {}
-        found = {group: judged.pop(group) for group in groups if group in judged}
-        return {group: one.verdicts for group, one in found.items() if one.judged_with == judged_with}
+        found = {group: judged.pop(group) for group in bases if group in judged}
+        return {group: one.verdicts for group, one in found.items() if one.basis == bases[group]}
 
     def consume(self, taken: Sequence[int]) -> None:
         """Settle the groups `taken`: the iteration's rollout, which may be of an earlier start, is committed."""

@@ -13,12 +13,12 @@ import pyarrow as pa
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult, unverified_verdicts
 from areal_tasks.rewards.protocol import Row
-from areal_tasks.rollout.judging import verdict_table
+from areal_tasks.rollout.judging import basis, verdict_table
 from areal_tasks.rollout.made_with import judged_with
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.errors import UserError
-from schemas.recipe.derived import judges_groups
+from schemas.recipe.derived import judges_groups, judges_in_advance
 from schemas.recipe.recipe import RlhfRecipe
 from schemas.recipe.sections import Reward
 from schemas.tables import JUDGED, VERDICTS, VERIFY
@@ -68,17 +68,20 @@ def known_verdicts(context: Context, inputs: Inputs, rollout: pa.Table) -> dict[
     if "judged" in tables_of(inputs.reads):
         rows = inputs.read(context, "judged").to_pylist()
         return {row["sample_id"]: _result(row) for row in rows if row["judged_with"] == current}
-    return {} if context.generation is None else made_in_advance(context.generation, rollout, current)
+    if context.generation is None or not judges_in_advance(context.recipe):
+        return {}
+    return made_in_advance(context.generation, rollout, current)
 
 
 def made_in_advance(generation: Generation, rollout: pa.Table, current: str) -> dict[str, VerifyResult]:
     """The same where workers have not written them. An `error` is not taken over: it may be due to their machine."""
-    samples: dict[int, list[str]] = {}
-    for group, sample in zip(rollout["group_id"].to_pylist(), rollout["sample_id"].to_pylist(), strict=True):
-        samples.setdefault(group, []).append(sample)
-    found = generation.verdicts(samples, current)
+    samples: dict[int, list[tuple[str, Row]]] = {}
+    ids = (rollout[name].to_pylist() for name in ("group_id", "sample_id"))
+    for group, sample, row in zip(*ids, rows_of(rollout), strict=True):
+        samples.setdefault(group, []).append((sample, row))
+    found = generation.verdicts({group: basis(current, (row for _, row in of)) for group, of in samples.items()})
     made = chain.from_iterable(zip(samples[group], verdicts, strict=True) for group, verdicts in found.items())
-    return {sample: verdict for sample, verdict in made if verdict.verdict != "error"}
+    return {sample: verdict for (sample, _), verdict in made if verdict.verdict != "error"}
 
 
 def _result(row: dict[str, Any]) -> VerifyResult:
@@ -88,9 +91,13 @@ def _result(row: dict[str, Any]) -> VerifyResult:
 
 def judge(pool: VerifierPool, samples: pa.Table, label: str) -> list[VerifyResult]:
     """A result for each row of `samples` (with the columns of `Row`), in order."""
-    columns = [samples[name].to_pylist() for name in Row._fields]
     with reported(label, "verdicts", lambda: (min(pool.judged, len(samples)), len(samples))):
-        return pool.verify(list(map(Row, *columns)))
+        return pool.verify(rows_of(samples))
+
+
+def rows_of(samples: pa.Table) -> list[Row]:
+    """What verifiers are given for each row of `samples`."""
+    return list(map(Row, *(samples[name].to_pylist() for name in Row._fields)))
 
 
 def mean_reward(results: Sequence[VerifyResult]) -> float:

@@ -142,11 +142,11 @@ def _scalars(sample: Sample) -> dict[str, Any]:
 def _array(sample: Sample, name: str) -> Flat:
     """The values of a list column. TypeError unless there is one for each token."""
     values, tokens = getattr(sample, name), len(sample.input_ids)
-    if values is None:
+    if values is None and name == "stale_kv":
         return np.zeros(tokens, bool)
     found: Flat = np.asarray(values, _LISTS[name])
     if found.shape != (tokens,):
-        raise TypeError(f"sample {sample.sample_id} has {tokens} `input_ids`, and not as many `{name}`: {len(found)}")
+        raise TypeError(f"sample {sample.sample_id} has {tokens} `input_ids`, and not as many `{name}`: {found.size}")
     return found
 
 

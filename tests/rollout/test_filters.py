@@ -25,7 +25,9 @@ from areal_tasks.rollout.made_with import made_with
 from areal_tasks.rollout.rejections import Rejections
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import spooled_rows
+from areal_tasks.stages.generation import Generation
 from areal_tasks.stages.graphs import stages
+from areal_tasks.stages.verify import made_in_advance
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.keys import recipe_values
 from areal_tasks.store.spool import read_spool
@@ -401,7 +403,7 @@ def test_verdicts_in_advance_are_reported_and_not_written(local_store: Store) ->
         found = filtered(Numbered(), local_store, by, 1, flush_seconds=0.0)
         assert await found.groups() == [0, 1, 2, 3]
         await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
-        assert {(one.judged_with, *one.verdicts) for one in found.judged.values()} == {("with", judgement(1.0))}
+        assert {one.verdicts for one in found.judged.values()} == {(judgement(1.0),)}
         assert set(found.judged) == set(range(2 * BATCH)) == found.live.keys()
         found.consume([0, 1, 2, 3])
         [part] = await found.take("run/iteration=1")  # from the spool
@@ -448,6 +450,34 @@ def test_a_worker_that_is_lost_while_it_verifies_what_it_has_written_loses_none_
         await found.use_workers({("0", 1)})
         await until(lambda: found.tracker.ready() == 2 * BATCH)
         assert await taking == [0, 1, 2, 3] and not found.suspects.at_once
+
+    go(work())
+
+
+def test_verdicts_on_a_lost_attempt_are_not_those_on_what_the_next_worker_has_written(local_store: Store) -> None:
+    """Two workers are lost: one with a finished group, the next one while it verifies what it has written."""
+
+    class Counted(Numbered):
+        async def run(self, prompt: Any, context: Any) -> Any:
+            [one] = await super().run(prompt, context)
+            one.completion = f"{self.begun.count(prompt.group_id)}"
+            return [one]
+
+    async def verify(rows: Sequence[Row]) -> list[VerifyResult]:
+        return [judgement(0.5)] if rows[0].completion == "1" else await never(rows)
+
+    async def work() -> None:
+        found = filtered(Counted(), local_store, Judge(verify, "with", Filters(), decides=False), flush_seconds=3600.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: found.tracker.ready() == BATCH)
+        await found.use_workers({("0", 1)})
+        await until(lambda: found._assigned.by_url("verifying").total() == BATCH)
+        await found.flush()
+        await found.use_workers({("0", 2)})
+        assert await found.groups() == [0, 1, 2, 3] and set(found.rows["completion"].to_pylist()) == {"2"}
+        generation = Generation.__new__(Generation)
+        generation._rollouts = found
+        assert not made_in_advance(generation, found.rows, "with")
 
     go(work())
 

@@ -325,7 +325,9 @@ def test_what_is_no_list_of_samples_costs_the_group_and_is_named(local_store: St
     [
         ({"versions": [-1, 0]}, "not as many `versions`"),
         ({"logprobs": []}, "not as many `logprobs`"),
+        ({"logprobs": None}, "not as many `logprobs`"),
         ({"loss_mask": [True] * 4}, "not as many `loss_mask`"),
+        ({"loss_mask": None}, "not as many `loss_mask`"),
         ({"stale_kv": [True]}, "not as many `stale_kv`"),
         ({"input_ids": [[1, 2], [3, 4], [5, 6]]}, "not as many `input_ids`"),
         ({"completion": 7}, "Error: "),
@@ -592,3 +594,37 @@ def test_tables_of_the_spool_are_rollout_tables(local_store: Store) -> None:
     table = spooled_rows(local_store, later.records([1]), "rollout")
     assert isinstance(table, pa.Table) and table["sample_id"].to_pylist() == ["1-0"]
     assert table["stale_kv"].to_pylist() == [[False, False, False]]
+
+
+def test_what_an_unanswered_write_recorded_is_not_taken_for_a_later_attempt(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease was over meanwhile, and the group was generated again: the rows are those of the newer attempt."""
+    create = LocalBackend.create
+
+    def unanswered(backend: LocalBackend, path: str, content: bytes) -> None:
+        create(backend, path, content)
+        raise StoreError("no answer")
+
+    def unread(backend: LocalBackend, path: str) -> bytes:
+        raise StoreError("no answer")
+
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, local_store, eta=2, last=2, flush_seconds=3600.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: found.tracker.ready() == 3 * BATCH)
+        with monkeypatch.context() as patch, pytest.raises(StoreError):
+            patch.setattr(LocalBackend, "create", unanswered)
+            patch.setattr(LocalBackend, "read", unread)
+            await found.flush()
+        scene.version = 1
+        found._lose([0])
+        await until(lambda: scene.begun.count(0) == 2 and found.tracker.ready() == 3 * BATCH)
+        await found.flush()
+        await until(lambda: not found._assigned)
+        [record] = found.spool.records([0])
+        rows = spooled_rows(local_store, [record], "rollout")
+        assert rows["version_min"].to_pylist() == [1] == [found.tracker.finished.of[0]]
+
+    go(work())

@@ -107,6 +107,16 @@ def test_what_begins_while_an_iteration_writes_its_groups_is_not_too_old_afterwa
     assert tracker.lease(1) == [2] and tracker.consume([1]) == []
 
 
+def test_groups_that_an_iteration_chose_and_another_start_left_are_still_counted() -> None:
+    """That start chose groups 8 and 9, so that 0 and 1 wait for iterations 1 and 2, which have no place for more."""
+    tracker = GroupTracker(staleness(2, [2, 1, 1]), 0)
+    for group in tracker.lease(0):
+        tracker.finish(group, version=0)
+    assert tracker.take() == [0, 1]
+    tracker.consume([8, 9])
+    assert tracker.finished.of == {0: 0, 1: 0} and tracker.lease(0) == []
+
+
 def test_the_weaker_rule_lets_an_iteration_leave_a_slow_group_behind() -> None:
     finished = Versions()
     for group in (1, 2, 3, 4):

@@ -170,6 +170,23 @@ def test_of_what_a_lost_worker_recorded_only_groups_that_are_needed_are_kept(loc
     assert [group.index for group in record.finished] == [0] and spool.places() == [(0, 1)]
 
 
+def test_what_a_lost_worker_still_reports_changes_nothing(local_store: Store) -> None:
+    """Its record is then found when its start is closed."""
+
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, local_store, eta=1, flush_seconds=3600.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: found.tracker.ready() == 2 * BATCH)
+        near = found.near()
+        await near.groups.flush()
+        found.lost(near.link)  # the event is under way
+        await until(lambda: not found.losses.closing)
+        assert found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in range(2 * BATCH))
+
+    go(work())
+
+
 def test_a_commit_while_a_start_is_closed_says_that_it_may_hold_unsettled_groups(local_store: Store) -> None:
     lost, spool = writer(local_store), at(local_store)
     start = lost.open()

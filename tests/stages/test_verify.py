@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from stage_driver import ITERATIONS, drive, tiny
 
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
+from areal_tasks.rollout.judging import basis
 from areal_tasks.stages import verify as verify_stage
 from areal_tasks.stages.evaluate import evaluate
 from areal_tasks.stages.verify import check_failures, judge, made_in_advance, mean_reward, verify
@@ -59,11 +60,14 @@ def test_what_workers_have_judged_is_not_judged_again(tmp_path: Path, monkeypatc
 
 def test_an_error_on_the_machine_of_a_worker_is_not_taken_over() -> None:
     class Generation:
-        def verdicts(self, groups: Iterable[int], judged_with: str) -> dict[int, Sequence[VerifyResult]]:
-            assert (list(groups), judged_with) == ([3, 7, 8], "with")
+        def verdicts(self, bases: Mapping[int, str]) -> dict[int, Sequence[VerifyResult]]:
+            row = Row("p", "c", "a", False, "stop")
+            assert bases == {group: basis("with", [row] * size) for group, size in {3: 2, 7: 2, 8: 1}.items()}
             return {3: [result("error"), result("timeout")], 7: [result("incorrect"), result()]}
 
-    rows = pa.table({"group_id": [3, 3, 7, 7, 8], "sample_id": ["3-0", "3-1", "7-0", "7-2", "8-0"]})
+    ids = {"group_id": [3, 3, 7, 7, 8], "sample_id": ["3-0", "3-1", "7-0", "7-2", "8-0"]}
+    same = {"prompt": "p", "completion": "c", "answer": "a", "truncated": False, "stop_reason": "stop"}
+    rows = pa.table(ids | {name: [value] * 5 for name, value in same.items()})
     found = made_in_advance(cast(Any, Generation()), rows, "with")
     assert {name: one.verdict for name, one in found.items()} == {
         "3-1": "timeout", "7-0": "incorrect", "7-2": "correct",

@@ -23,7 +23,7 @@ from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout import orders
 from areal_tasks.rollout.background import Background
-from areal_tasks.rollout.judging import Judge, VerifiersFailed, verdicts_of
+from areal_tasks.rollout.judging import Judge, VerifiersFailed, basis, row_of, verdicts_of
 from areal_tasks.rollout.spooling import Writer, narrowed, spooled_rows, tables_of
 from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
@@ -116,13 +116,13 @@ class Groups:
                 self.unwritten = str(error)
                 raise
             self.unwritten = ""
-            for record in records:
-                there = {group.index for group in record.finished}
-                written = {n: held.index for n, held in waiting.items() if held.index in there}
-                known = self.finished.keys() | self.judging.keys()
-                self._spooled |= {n: (index, record) for n, index in written.items() if n in known}
-                numbers = tuple(n for n in written if self.finished.pop(n, None) is not None)
-                self.report(orders.Spooled(numbers=numbers, record=record))
+            *earlier, last = records  # those may have other attempts at these groups
+            for record in earlier:
+                self.report(orders.Spooled(numbers=(), record=record))
+            known = self.finished.keys() | self.judging.keys()
+            self._spooled |= {n: (held.index, last) for n, held in waiting.items() if n in known}
+            numbers = tuple(n for n in waiting if self.finished.pop(n, None) is not None)
+            self.report(orders.Spooled(numbers=numbers, record=last))
 
     async def write(self, part: orders.Part) -> orders.Written:
         """Write groups that an iteration takes, in order.
@@ -184,7 +184,7 @@ class Groups:
             number=lease.number,
             index=lease.index,
             verdicts=tuple(verdicts_of(samples)),
-            judged_with=self.judge.judged_with if self.judge is not None else "",
+            basis=basis(self.judge.judged_with, map(row_of, samples)) if self.judge is not None else "",
         )
         if reason:
             self.report(orders.Rejected(**dict(ended), reason=reason))
