@@ -155,9 +155,9 @@ class Rollouts:
         """Record that the next iteration has committed these groups."""
         self.rejections.committed()
         self._forget([*indices, *self.tracker.consume(indices)])
-        for group, one in list(self.judged.items()):  # of groups that were lost after an iteration had taken them
-            if isinstance(one, orders.Finished) and group not in self.tracker and group not in indices:
-                self.judged.pop(group, None)
+        verified = {group for group, one in list(self.judged.items()) if isinstance(one, orders.Finished)}
+        for group in verified.difference(indices, self.tracker.running.of, self.tracker.finished.of):
+            self.judged.pop(group, None)  # it was lost after an iteration had taken it, or rejected as stale
         self.begin()
 
     def change_rule(self, rule: Staleness, why: str) -> None:

@@ -106,7 +106,7 @@ def make_shape(name: str, folder: Path, tokenizer: Tokenizer | None = None, seed
 
 
 def random_model(shape: Shape, seed: int) -> Any:
-    """Weights drawn on the GPU where there is one (a minute on a CPU at 1.5 B). Its memory is free again."""
+    """Random weights, drawn on the GPU where there is one (a CPU takes a minute at 1.5 B). Its memory is then freed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     with torch.device(device):

@@ -405,7 +405,9 @@ def test_verdicts_in_advance_are_reported_and_not_written(local_store: Store) ->
         await until(lambda: found.tracker.ready() == 2 * BATCH and all(found.spool.records([i]) for i in found.live))
         assert {one.verdicts for one in found.judged.values()} == {(judgement(1.0),)}
         assert set(found.judged) == set(range(2 * BATCH)) == found.live.keys()
+        found.judged[99] = found.judged[0].model_copy(update={"index": 99})  # of a group that is no longer live
         found.consume([0, 1, 2, 3])
+        assert set(found.judged) == set(range(2 * BATCH)), "the stage `verify` comes after"
         [part] = await found.take("run/iteration=1")  # from the spool
         assert set(part.tables) == {"rollout"}
 
