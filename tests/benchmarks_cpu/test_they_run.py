@@ -13,6 +13,7 @@ from benchmarks import embedded, scale
 
 SCALE = ["--iterations=3", "--samples=64", "--token-iterations=1", "--workers=0"]
 CHECKPOINT = ["tiny", "--eager", "--rows=2", "--length=16", "--repeats=1", "--mb-per-second=10"]
+LONG = pytest.mark.slow("it takes a quarter of a minute at its smallest")
 TURNS = ["--servers=2", "--publications=1", "--load-seconds=0.05", "--every=0.5"]
 
 
@@ -25,9 +26,9 @@ def once(work: Callable[[], object], repeats: int = 1) -> scale.Cost:
     [
         ("store", ["--iterations=2", "--samples=16"], "a further float column on disk"),
         ("embedded", ["--rounds=2", "--threads=1"], "| 4 | 256 | 32 |"),
-        ("scale", SCALE, "merging the whole run"),
+        pytest.param("scale", SCALE, "merging the whole run", marks=LONG),
         ("checkpoint", CHECKPOINT, "a step beside the write"),
-        ("weights_in_turns", TURNS, "2, shared, half at a time"),
+        pytest.param("weights_in_turns", TURNS, "2, shared, half at a time", marks=LONG),
         pytest.param(
             "overhead",
             ["--iterations=8"],

@@ -71,6 +71,7 @@ def test_the_command_forks_and_the_same_command_again_has_nothing_to_do(whole: P
     assert [line.action for line in read_log(store_in(whole), name)].count("forked") == 1
 
 
+@pytest.mark.slow("three runs; forks by the command are in `make test`")
 def test_a_deployments_parameters_fork_and_its_recipe_is_obeyed(whole: Path, api: str) -> None:
     recipe = tiny(model={"scratch": None, "warm_start": "quickstart-sft"}, store={"url": store_in(whole).url})
     rlhf(recipe, run="form", overrides="schedule.iterations=2", fork="whole@1")  # no SFT run: version 0 is the parent's

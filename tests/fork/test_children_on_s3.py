@@ -30,7 +30,7 @@ from schemas.manifest import WeightsRef
 OFTEN = {"recover_within_seconds": 1e-6}  # a checkpoint after every iteration
 LONG, AT = 3, 1
 LR = "trainer.lr=0.003"
-OTHERS = pytest.mark.slow("whole runs on S3; the same on a disk is in `make test`")
+pytestmark = pytest.mark.slow("whole runs on S3; the same on a disk is in `make test`")
 GREEDY = RetentionRule(keep_weights=1, keep_checkpoints=1, older_than=0.0)
 
 
@@ -89,11 +89,8 @@ def test_a_fork_on_s3_is_the_fork_on_disk(store: Store, folder: Path) -> None:
     ("start", "until", "change", "built"),
     [
         ("verify", "advantage", "reward.verifier=exact", {"verify", "advantage"}),
-        pytest.param(
-            *("advantage", "", "algorithm.reward_norm=mean", {"advantage", "train", "publish", "scalars"}),
-            marks=OTHERS,
-        ),
-        pytest.param("train", "", LR, {"train", "publish", "scalars"}, marks=OTHERS),
+        ("advantage", "", "algorithm.reward_norm=mean", {"advantage", "train", "publish", "scalars"}),
+        ("train", "", LR, {"train", "publish", "scalars"}),
     ],
     ids=["verify", "advantage", "train"],
 )
@@ -109,7 +106,6 @@ def test_a_replay_on_s3(store: Store, folder: Path, start: str, until: str, chan
     assert found.shared == 0 and found.first is not None and found.first.stage == start
 
 
-@OTHERS
 def test_gc_on_s3_leaves_what_a_fork_refers_to_until_the_fork_is_gone(s3: S3Server, folder: Path) -> None:
     store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}")
     recipe = tiny(trainer=OFTEN, schedule={"iterations": LONG})

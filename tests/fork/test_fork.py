@@ -124,6 +124,7 @@ def test_supervised_fine_tuning_forks_too(tmp_path: Path) -> None:
     assert digests(tmp_path, "same") == digests(tmp_path, "whole")
 
 
+@pytest.mark.slow("several runs with an SFT before them")
 def test_a_fork_at_0_begins_with_its_parents_weights_whatever_became_of_their_source(tmp_path: Path) -> None:
     drive(tmp_path, "source", tiny(schedule={"iterations": 1}))
     recipe = tiny(model={"path": "run://source", "scratch": None}, schedule={"iterations": 2})

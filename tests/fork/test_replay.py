@@ -127,6 +127,7 @@ def test_on_policy_generates_anew_as_soon_as_weights_differ(whole: Path) -> None
     assert not load_run(store_in(whole), "on-policy").record.counterfactual
 
 
+@pytest.mark.slow("two asynchronous runs; the same of synchronous ones is in `make test`")
 def test_on_policy_an_asynchronous_run_is_generated_anew_once_weights_differ(tmp_path: Path) -> None:
     recipe = tiny(rollout={"max_head_offpolicyness": 1}, algorithm={"max_logprob_gap": 9.0})
     finished(tmp_path, "whole", recipe)
@@ -149,6 +150,7 @@ def test_killed_at_any_write_a_replay_goes_on_to_the_same_bits(tmp_path: Path) -
     assert digests(tmp_path, "killed") == digests(tmp_path, "never"), f"{origin}, killed at the write {instant}"
 
 
+@pytest.mark.slow("three whole runs")
 def test_a_run_that_was_made_longer_is_replayed_by_the_recipe_of_each_time(tmp_path: Path) -> None:
     decay = {"lr_schedule": "linear", "lr_final": 0.1}
     drive(tmp_path, "whole", tiny(schedule={"iterations": 2}, trainer=decay))

@@ -122,6 +122,7 @@ def test_by_the_weaker_rule_groups_are_taken_once_and_their_lag_is_recorded(tmp_
     assert audit(run.store, run.name).sound
 
 
+@pytest.mark.slow("four whole runs")
 def test_forks_may_become_asynchronous_and_synchronous_again(tmp_path: Path) -> None:
     """A commit tells its successor all that it must know, whatever η there is."""
     drive(tmp_path, "first", tiny(schedule={"iterations": 2}))
@@ -239,6 +240,7 @@ def test_a_fork_has_a_spool_of_its_own(tmp_path: Path) -> None:
     assert not parent.store.exists(paths.spool_record("child", 0, 0)) or child.store.exists("child/run.json")
 
 
+@pytest.mark.slow("three whole runs")
 def test_a_replay_keeps_the_groups_whatever_their_age(tmp_path: Path) -> None:
     run = finished(tmp_path, "ahead", ahead())
     drive(

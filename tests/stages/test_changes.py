@@ -147,6 +147,7 @@ def test_a_synchronous_run_changes_its_batch_and_stays_reproducible(tmp_path: Pa
     check(run)
 
 
+@pytest.mark.slow("several starts; changes of running runs are in `make test`")
 def test_a_change_of_a_run_that_is_not_running_is_in_force_from_its_next_start_on(tmp_path: Path) -> None:
     drive(tmp_path, "r", ahead(schedule={"iterations": 2}))
     with pytest.raises(UserError, match="no iteration left"):
@@ -235,6 +236,7 @@ def test_a_killed_flow_goes_on_with_the_change(tmp_path: Path, number: int) -> N
     check(run)
 
 
+@pytest.mark.slow("four runs; a fork and a replay of other runs are in `make test`")
 def test_children_of_a_changed_run(tmp_path: Path) -> None:
     """A fork begins with what is in force there, and a replay has each recipe in turn."""
     ask = asking("r", {"train 0": ["rollout.groups=2"]}, lambda: store_in(tmp_path))

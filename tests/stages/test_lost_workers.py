@@ -69,6 +69,7 @@ def test_a_group_that_always_ends_its_worker_is_rejected_and_the_run_goes_on(tmp
     assert len(taken) == len(set(taken)) and set(range(max(taken) + 1)) == {*taken, 9}
 
 
+@pytest.mark.slow("it takes its time to need too much")
 def test_a_worker_that_needs_too_much_memory_is_replaced_and_no_group_begins_twice(tmp_path: Path) -> None:
     recipe = ahead(
         workflow={"name": "working:Leaking", "arguments": {"megabytes": 100, "folder": str(tmp_path)}},
@@ -100,7 +101,7 @@ def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path
     assert (tmp_path / "logs" / "killed" / "rollout-0-1-3.log").exists(), "it was killed three times"
 
 
-@pytest.mark.parametrize("record", [1, 2])
+@pytest.mark.parametrize("record", [1, pytest.param(2, marks=pytest.mark.slow("the first one shows more"))])
 def test_a_worker_that_is_killed_just_after_it_created_a_record_costs_none_of_its_groups(
     tmp_path: Path, record: int
 ) -> None:
@@ -158,6 +159,7 @@ def die_beside_a_stopped_worker(folder: Path, name: str, recipe: Recipe) -> None
     drive(folder, name, recipe, execute)
 
 
+@pytest.mark.slow("two starts; the rule that it may not write is tested by itself")
 def test_a_stopped_worker_that_goes_on_under_the_next_start_changes_nothing(tmp_path: Path) -> None:
     """What it writes late is refused: its start was closed. It ends, and each group is trained on once."""
     recipe = ahead(launcher={"type": "local"}, rollout={"max_head_offpolicyness": 2, "flush_seconds": 3600.0})

@@ -143,6 +143,7 @@ def test_a_commit_of_a_newer_program_is_named(place: Store, tmp_path: Path) -> N
     check_named(place, path, tmp_path, rf"newer arealflow \(schema {SCHEMA_VERSION + 1}; this one reads")
 
 
+@pytest.mark.slow("several runs and all commands")
 def test_a_listing_that_shows_nothing_changes_no_answer(
     s3: S3Server, begun: Path, expected: Digests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

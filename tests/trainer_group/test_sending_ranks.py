@@ -55,7 +55,15 @@ def _played(folder: Path, script: dict[str, Any]) -> tuple[dict[str, Any], list[
 
 
 @pytest.mark.parametrize(
-    "trainer", [{"backend": "fsdp2"}, {"backend": "deepspeed", "zero_stage": 3}], ids=["fsdp2", "zero-3"]
+    "trainer",
+    [
+        pytest.param({"backend": "fsdp2"}, id="fsdp2"),
+        pytest.param(
+            {"backend": "deepspeed", "zero_stage": 3},
+            id="zero-3",
+            marks=pytest.mark.slow("the other backend shows it in `make test`"),
+        ),
+    ],
 )
 def test_each_server_gets_the_weights_of_the_rank_on_its_gpu(
     trainer: dict[str, Any], world: World, tmp_path: Path
