@@ -4,17 +4,14 @@
     python -m benchmarks.gpu.fixed_load table RESULT.json … [--baseline SECONDS]
     python -m benchmarks.gpu.fixed_load training RESULT.json …
     python -m benchmarks.gpu.fixed_load idle RESULT.json
-    python -m benchmarks.gpu.fixed_load simulate RESULT.json [--times-of OTHER.json]
 
 `benchmarks/gpu/fixed_load.sh` makes the runs. An iteration's seconds are those between two commits. The first one of
 each start of the run has none: a restart is no iteration's time. `table` leaves out the first η + 1 iterations of each
 start, where services warm up and the pipeline fills (after a restart all groups under way begin again together, with
 one version, as at first), and the last η of the run, for which nothing is generated any more. `training` says how fast
 the ranks train, what memory they take, and how long a publication is. `idle` says when the trainer had nothing to do,
-by iteration, and what saving has to do with it. `simulate` runs benchmarks/simulate.py with the times of a run's own
-steps and transfers, decoding by a line through what SGLang's log says, with the log's times of aborts and prefills
-where requests were aborted, compares each iteration before the first restart (which the simulation does not know), and
-tells what the same times give for other layouts. `--times-of` predicts the run by the times of another one.
+by iteration, and what saving has to do with it.
+`simulate_fixed_load.py` compares a run with its simulation.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,9 +31,6 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.runs import load_run
 from benchmarks.gpu.product import rows, write_json
 from benchmarks.gpu.shapes import SHAPES, mfu
-from benchmarks.simulate import HEAD as SIMULATED
-from benchmarks.simulate import Layout, Load, Simulation, Times, synchronous
-from benchmarks.simulate import row as simulated_row
 
 Result = dict[str, Any]
 Commit = dict[str, Any]
@@ -99,21 +93,6 @@ def prefill_rates(said: str) -> list[float]:
         r"Prefill batch.*?#new-token: (\d+).*?#queue-req: (\d+).*?throughput \(token/s\): ([\d.]+)", said
     )
     return [float(rate) for tokens, waiting, rate in found if int(tokens) >= FULL_PREFILL and int(waiting) > 0]
-
-
-def step_times(steps: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Seconds of a step by itself, more for each sample, more for each token in a cache: least squares.
-
-    Steps of more than .1 s (compilation, new weights) are left out, prefills are not. Where few samples decode at once,
-    steps do not show what a cached token costs: then it costs nothing.
-    """
-    samples, tokens, seconds = np.array([step for step in steps if step[2] < 0.1], float).T
-    parts = np.stack([np.ones_like(samples), samples, tokens], axis=1)
-    found = np.linalg.lstsq(parts, seconds)[0]
-    if found[2] < 0:
-        found = np.array([*np.linalg.lstsq(parts[:, :2], seconds)[0], 0.0])
-    step, per_sample, per_token = map(float, found)
-    return step, per_sample, per_token
 
 
 def eta_of(run: str) -> int:
@@ -298,48 +277,6 @@ def saving(found: Sequence[Spent]) -> str:
     )
 
 
-def layout_of(result: Result) -> Layout:
-    """As `fixed_load.sh` names its runs. SystemExit for several GPUs that train and generate at the same time.
-
-    Where one GPU does both at once, the run's own speeds are averages of times with and without the other work.
-    """
-    run, gpus = result["run"], result.get("gpus", 2)  # the first recorded runs were all on two
-    if run.startswith(("shared-0", "one-0")):
-        return synchronous(gpus)
-    if not run.startswith(("split-", "one-")):
-        raise SystemExit(f"{run}: the simulation does not know several GPUs that train and generate at the same time")
-    mode = "abort" if "-abort" in run else "in_place"
-    half = max(gpus // 2, 1)
-    return Layout(half, half, eta_of(run), mode=mode, pace=result.get("pace"))
-
-
-def times_of(result: Result) -> Times:
-    """The times of a run for the simulation, of all iterations that have one. The fixed part is what no stage says."""
-    step, per_sample, per_token = step_times(result["decoding"])
-    layout, each, waited = layout_of(result), intervals(result), waits(result)
-    busy = sum(seconds for k, seconds in seconds_of(result, "train").items() if k in each)
-    publish = sum(seconds for k, seconds in seconds_of(result, "publish").items() if k in each) / len(each)
-    alone = publish if layout.eta == 0 else 0.0  # else it is concurrent with training
-    return Times(
-        step=step,
-        step_per_sample=per_sample,
-        step_per_token=per_token,
-        train_rate=sum(int(row["tokens"]) for row in result["train"] if row["iteration"] in each)
-        / busy
-        / layout.training,
-        train_fixed=(sum(each.values()) - sum(waited[k] for k in each) - busy) / len(each) - alone,
-        publish=publish,
-        publish_waits=layout.eta == 0,
-        **(interruptions(result) if layout.mode == "abort" else {}),
-    )
-
-
-def interruptions(result: Result) -> dict[str, float]:
-    """What aborts take, and the prefills after them; where the run's log was not read for them, as assumed."""
-    measured = {"abort": result.get("aborts"), "prefill_rate": result.get("prefill_rates")}
-    return {name: statistics.median(found) for name, found in measured.items() if found}
-
-
 def seconds_of(result: Result, stage: str) -> dict[int, float]:
     """Seconds of a stage by iteration."""
     return {s["iteration"]: s["seconds"] for s in result["stages"] if s["stage"] == stage}
@@ -357,32 +294,6 @@ def intervals(result: Result) -> dict[int, float]:
     return {k: times[k] - times[k - 1] for k in times.keys() - set(starts(result))}
 
 
-def simulate(result: Result, source: Result) -> str:
-    """The run simulated with the times of `source`, by iteration until it was restarted.
-
-    Also what these times give for split GPUs over long runs.
-    """
-    run, layout = result["run"], layout_of(result)
-    times = replace(times_of(source), publish_waits=layout.eta == 0)
-    sigma, longest = 0.0 if "-equal" in run else Load.sigma, result.get("longest", 8000)  # of the first recorded runs
-    load = Load(longest=longest, prompt=64, iterations=result["iterations"], sigma=sigma)
-    unbroken, half = starts(result)[1:] or [result["iterations"]], max(layout.gpus // 2, 1)
-    real = {k: seconds for k, seconds in intervals(result).items() if k < unbroken[0]}
-    ends = Simulation(load, layout, times).run().ends
-    ours = {k: ends[k] - ends[k - 1] for k in real}
-    lines = [str(times), "| iteration | " + " | ".join(str(k) for k in real) + " | all |"]
-    for name, found in (("simulated", ours), ("measured", real)):
-        shown = " | ".join(f"{seconds:.1f}" for seconds in found.values())
-        lines.append(f"| {name} | {shown} | {sum(found.values()):.1f} |")
-    lines += [f"simulated ÷ measured: {sum(ours.values()) / sum(real.values()):.3f}", "", SIMULATED]
-    lines += [
-        simulated_row(load, Layout(half, half, eta, mode=mode), times)
-        for mode in ("in_place", "abort")
-        for eta in (1, 2, 4, 8)
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -396,10 +307,7 @@ def main() -> None:
         several.add_argument("results", type=Path, nargs="+")
     without = "seconds of an iteration of shared-0, if no file has it"
     tables["table"].add_argument("--baseline", type=float, default=float("nan"), help=without)
-    single = {name: commands.add_parser(name) for name in ("idle", "simulate")}
-    for command in single.values():
-        command.add_argument("result", type=Path)
-    single["simulate"].add_argument("--times-of", type=Path, help="another result; default: the same")
+    commands.add_parser("idle").add_argument("result", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "collect":
         write_json(arguments.result, collect(open_store(arguments.store), arguments.run, arguments.logs))
@@ -407,11 +315,7 @@ def main() -> None:
         results = [json.loads(file.read_text()) for file in arguments.results]
         print(training(results) if arguments.command == "training" else table(results, arguments.baseline))
     else:
-        result = json.loads(arguments.result.read_text())
-        if arguments.command == "idle":
-            print(idle(result))
-        else:
-            print(simulate(result, json.loads((arguments.times_of or arguments.result).read_text())))
+        print(idle(json.loads(arguments.result.read_text())))
 
 
 if __name__ == "__main__":

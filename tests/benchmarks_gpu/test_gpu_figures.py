@@ -16,7 +16,7 @@ from waiting import LIMIT, alive, wait_until
 
 from benchmarks import trainer_core
 from benchmarks.asynchrony_learning import Learned
-from benchmarks.gpu import fixed_load
+from benchmarks.gpu import fixed_load, simulate_fixed_load
 from benchmarks.gpu.baseline_step import fitted, full_logits_loss, make_step, micro_seconds, targets
 from benchmarks.gpu.learn_asynchrony import accuracy_at, interval, print_comparison
 from benchmarks.gpu.mcnemar import compare, exact_p
@@ -460,7 +460,7 @@ def test_the_smollm2_recipes_ask_the_same_question() -> None:
     ],
 )
 def test_a_run_is_simulated_on_as_many_gpus_as_it_had(result: dict[str, Any], layout: Layout) -> None:
-    assert fixed_load.layout_of(result) == layout
+    assert simulate_fixed_load.layout_of(result) == layout
 
 
 # ── runs under one fixed load ───────────────────────────────────────────────────────────────────────────────────────

@@ -34,6 +34,7 @@ from areal_tasks.store.provenance import make_provenance, now
 from schemas.recipe.launcher import Launcher
 from tests.inference.conftest import make_model
 from tests.sglang.contract import CASES
+from tests.sglang.contract_interruption import INTERRUPTION_CASES
 from tests.sglang.contract_streaming import STREAMING_CASES
 from tests.sglang.contract_target import Target
 from tests.sglang.contract_weights import (
@@ -129,7 +130,7 @@ def named(case: Callable[[Target], None]) -> str:
     return case.__name__
 
 
-@pytest.mark.parametrize("case", CASES + STREAMING_CASES, ids=named)
+@pytest.mark.parametrize("case", CASES + INTERRUPTION_CASES + STREAMING_CASES, ids=named)
 def test_contract(case: Callable[[Target], None], target: Target) -> None:
     case(target)
 
