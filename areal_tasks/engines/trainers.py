@@ -59,6 +59,8 @@ class ResidentTrainer:
         self._address = ""
         self._lock = threading.RLock()
         self._retrained: list[Retrained] = []
+        #: Whether retraining since the last commit has reproduced all weights, so that servers hold what this one does.
+        self.reproduced = True
 
     def close(self) -> None:
         """Close the connection."""
@@ -107,16 +109,20 @@ class ResidentTrainer:
             log.warning("version %d has to be retrained for its publication: %s", version, error)
 
     def restored(self, version: int) -> Retrained | None:
-        """Bring the trainer to `version`. Returns how retrained iterations compare; None if none was retrained."""
+        """Bring the trainer to `version`. Returns how retrained iterations compare; None if none was retrained.
+
+        If they differ, the caller gives the servers these weights.
+        """
         with self._locked() as client:
             before = len(self._retrained)
             self._holding(client, version)
+            self.reproduced = True
             return worst(self._retrained[before:]) if self._retrained[before:] else None
 
     def take_retrained(self) -> Retrained | None:
         """The largest differences of all retraining since the last call; None if there was none."""
         with self._lock:
-            found, self._retrained = self._retrained, []
+            found, self._retrained, self.reproduced = self._retrained, [], True
         return worst(found) if found else None
 
     def discard_policy(self) -> None:
@@ -145,14 +151,18 @@ class ResidentTrainer:
             now = "no policy loaded" if held is None else f"the trainer holds version {held}"
             log.info("%s; restoring version %d", now, version)
             if (found := restore(self.run, client, self._initial(), version)) is not None:
-                self._retrained.append(found)
+                self._record(found)
         return client
 
     def _after(self, client: TrainerClient, train: StageManifest) -> TrainerClient:
         if client.health().version != train.iteration + 1:
             self._holding(client, train.iteration)
-            self._retrained.append(retrain_stage(self.run, client, train))
+            self._record(retrain_stage(self.run, client, train))
         return client
+
+    def _record(self, found: Retrained) -> None:
+        self._retrained.append(found)
+        self.reproduced = self.reproduced and found.same
 
 
 # ── retraining ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -68,4 +68,16 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
         recipe=context.recipe.model_dump(mode="json"),
         tables=inputs.refs(),
         prefix=prefix,
+        same_attempt=same_attempt(context),
     )
+
+
+def same_attempt(context: Context) -> bool:
+    """Whether servers sampled the tokens of this iteration's version with the weights that the trainer holds.
+
+    Not if the trainer was restored meanwhile, and retraining did not reproduce the weights. Nor if that was so at this
+    start, which gave its servers the trainer's weights, where samples may be of the start before.
+    """
+    previous = context.previous
+    republished = previous is not None and context.weights_held != previous.weights
+    return context.engines.actor.reproduced and not (republished and _ages(context.recipe))

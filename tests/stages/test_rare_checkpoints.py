@@ -14,6 +14,7 @@ from stage_driver import digests, drive, start_driver, store_in, tiny
 from areal_tasks.engines.trainers import Retrained, difference, stage_of, worst
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
+from areal_tasks.stages.train import same_attempt
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.query import run_sql
@@ -45,6 +46,11 @@ def state(folder: Path, name: str, iteration: int) -> dict[str, Any]:
     return found
 
 
+def compared(run: Run) -> list[bool]:
+    """For each iteration, whether servers and trainer were compared by what the servers had sampled."""
+    return ["logprob_gap_mean" in stage_of(run, run.commit(k), "train").metrics for k in range(run.committed)]
+
+
 def test_killed_iterations_after_the_last_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
     few = {"rollout": {"groups": 2, "group_size": 4, "max_new_tokens": 3}}
     drive(tmp_path, "whole", recipe(AFTER + 2, **few))
@@ -66,7 +72,8 @@ def test_a_replay_that_differs_is_told_and_recorded(tmp_path: Path, caplog: pyte
     """Another chunk of the head adds up the same gradient in another order: the last bits change."""
     drive(tmp_path, "r", recipe(3, {"head_chunk_tokens": 4096}))
     with caplog.at_level("INFO", "areal_tasks"):
-        drive(tmp_path, "r", recipe(4, {"head_chunk_tokens": 16, "layout": "padded"}))
+        run = drive(tmp_path, "r", recipe(5, {"head_chunk_tokens": 16, "layout": "padded"}))
+    assert compared(run) == [True, True, True, False, True], "servers had the committed weights of version 3"
     replayed = state(tmp_path, "r", 3)["replayed"]
     assert 0 < replayed["difference"] < 1e-3 and 0 < replayed["weights"] < 1e-3 and replayed["iterations"] == 3
     query = "SELECT iteration FROM commits WHERE CAST(state->>'$.replayed.difference' AS DOUBLE) > 0"
@@ -93,6 +100,28 @@ def test_weights_that_re_training_does_not_repeat_are_published_before_anything_
     assert (after.restored.version, next_.restored) == (before.weights.version, None)
     assert after.restored.attempt != before.weights.attempt and after.restored.digest != before.weights.digest
     assert read_weights(run.store, after.restored).digest == after.restored.digest
+    assert all(compared(run)), "all samples are of weights that the trainer held"
+
+
+@pytest.mark.parametrize(("eta", "same"), [(0, True), (2, False)])
+def test_samples_that_waited_for_a_start_may_be_of_other_weights_of_its_version(
+    tmp_path: Path, eta: int, same: bool
+) -> None:
+    """With η = 0 a start that publishes its weights again also generates again."""
+    sections = {
+        "inference": {"slots": 16, "groups_per_request": 4, "threads": 1, "deterministic": False},
+        "rollout": {"groups": 4, "group_size": 4, "max_new_tokens": 3, "max_head_offpolicyness": eta},
+    }
+    drive(tmp_path, "r", recipe(3, {"head_chunk_tokens": 4096}, **sections))
+    found: list[bool] = []
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        found.extend(same_attempt(job.context) for job in jobs if job.stage.name == "train")
+        return run_directly(jobs)
+
+    run = drive(tmp_path, "r", recipe(5, {"head_chunk_tokens": 16}, **sections), execute)
+    assert run.commit(3).restored is not None
+    assert found == [same, True]
 
 
 def test_a_replay_of_what_differs_in_nothing_publishes_nothing(tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ class Train(Command):
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
     prefix: str | None = Field(None, description="where the tables are written; none: a retrain, which writes nothing")
+    same_attempt: bool = Field(
+        True, description="whether servers sampled the tokens of this version with the weights that the trainer holds"
+    )
 
 
 class Logprobs(Command):

@@ -111,10 +111,12 @@ def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
 class Learner:
     """Runs the optimizer steps of one iteration on this rank; `batch` must hold the tokens of its samples.
 
-    All ranks make a `Learner` at the same time, since they exchange numbers of tokens.
+    All ranks make a `Learner` at the same time, since they exchange numbers of tokens. `same_attempt`: as of `Train`.
     """
 
-    def __init__(self, backend: LocalBackend, settings: Settings, batch: Batch, plan: Plan) -> None:
+    def __init__(
+        self, backend: LocalBackend, settings: Settings, batch: Batch, plan: Plan, same_attempt: bool = True
+    ) -> None:
         self.backend = backend
         self.settings = settings
         self.batch = batch
@@ -122,7 +124,7 @@ class Learner:
         self.objective = make_objective(batch, settings, backend.device)
         self.rows = len(stat_names(batch.columns, settings))
         self.counts = self._counts()
-        self.comparable = self._is_comparable()
+        self.comparable = same_attempt and self._is_comparable()
         self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
 
     def learn(self, version: int, progress: Progress) -> Learned:

@@ -267,8 +267,8 @@ class Trainer:
         plan, batch = plan_and_batch(command, settings, tables)
         if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
-        learner = Learner(self.backend, settings, batch, plan)
-        if learner.comparable or command.prefix is None:
+        learner = Learner(self.backend, settings, batch, plan, command.same_attempt)
+        if learner.comparable or command.prefix is None or settings.max_lag is None:
             return learner, None
         return learner, read_part(tables, settings.model.max_length - 1)
 
