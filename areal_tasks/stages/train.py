@@ -9,7 +9,7 @@ from areal_tasks.engines.trainer.rows import read_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from schemas.recipe.derived import needs_proximal
-from schemas.recipe.recipe import RlhfRecipe, SftRecipe
+from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 #: What GRPO reads beyond the sections that every trainer reads.
 GRPO_FIELDS: Final = ("rollout.temperature", "rollout.max_head_offpolicyness")
@@ -44,7 +44,7 @@ def _tables(recipe: RlhfRecipe | SftRecipe) -> tuple[str, ...]:
     return ("rollout", "advantage", *reference, *(("proximal",) if needs_proximal(recipe) else ()))
 
 
-def _ages(recipe: RlhfRecipe | SftRecipe) -> bool:
+def _ages(recipe: Recipe) -> bool:
     """Whether the tokens may come from several weights versions."""
     return isinstance(recipe, RlhfRecipe) and recipe.rollout.max_head_offpolicyness > 0
 
