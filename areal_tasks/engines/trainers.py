@@ -59,8 +59,8 @@ class ResidentTrainer:
         self._address = ""
         self._lock = threading.RLock()
         self._retrained: list[Retrained] = []
-        #: Whether retraining since the last commit has reproduced all weights, so that servers hold what this one does.
-        self.reproduced = True
+        #: Whether the trainer's weights are those that servers have of its version: not after retraining that differs.
+        self.matches_servers = True
 
     def close(self) -> None:
         """Close the connection."""
@@ -116,13 +116,13 @@ class ResidentTrainer:
         with self._locked() as client:
             before = len(self._retrained)
             self._holding(client, version)
-            self.reproduced = True
+            self.matches_servers = True
             return worst(self._retrained[before:]) if self._retrained[before:] else None
 
     def take_retrained(self) -> Retrained | None:
         """The largest differences of all retraining since the last call; None if there was none."""
         with self._lock:
-            found, self._retrained, self.reproduced = self._retrained, [], True
+            found, self._retrained, self.matches_servers = self._retrained, [], True
         return worst(found) if found else None
 
     def discard_policy(self) -> None:
@@ -162,7 +162,7 @@ class ResidentTrainer:
 
     def _record(self, found: Retrained) -> None:
         self._retrained.append(found)
-        self.reproduced = self.reproduced and found.same
+        self.matches_servers = self.matches_servers and found.same
 
 
 # ── retraining ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -75,9 +75,9 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
 def same_attempt(context: Context) -> bool:
     """Whether servers sampled the tokens of this iteration's version with the weights that the trainer holds.
 
-    Not if the trainer was restored meanwhile, and retraining did not reproduce the weights. Nor if that was so at this
-    start, which gave its servers the trainer's weights, where samples may be of the start before.
+    Not if the trainer was restored while the flow ran, and retraining did not reproduce the weights. If that happened
+    as the flow started, servers got the trainer's weights, but with η > 0 samples of the start before may have waited.
     """
     previous = context.previous
     republished = previous is not None and context.weights_held != previous.weights
-    return context.engines.actor.reproduced and not (republished and _ages(context.recipe))
+    return context.engines.actor.matches_servers and not (republished and _ages(context.recipe))

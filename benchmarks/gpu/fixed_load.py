@@ -10,8 +10,7 @@ each start of the run has none: a restart is no iteration's time. `table` leaves
 start, where services warm up and the pipeline fills (after a restart all groups under way begin again together, with
 one version, as at first), and the last η of the run, for which nothing is generated any more. `training` says how fast
 the ranks train, what memory they take, and how long a publication is. `idle` says when the trainer had nothing to do,
-by iteration, and what saving has to do with it.
-`simulate_fixed_load.py` compares a run with its simulation.
+by iteration, and what saving has to do with it. `simulate_fixed_load.py` compares a run with its simulation.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, cycle
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.client import GenerateRequest, GenerateResult, InferenceClient
 from areal_tasks.engines.server import each_token, stale_runs, version_runs
+from areal_tasks.store.parallel import in_background
 from tests.inference.held import logprobs_of_runs
 from tests.sglang.contract import logprobs_of
 from tests.sglang.contract_target import Json, Target, model_of, tokenizer_of
@@ -22,13 +22,6 @@ WAITS: Final = (0.15, 0.5, 0.05, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 Work = asyncio.Future[list[GenerateResult]]
 Act = Callable[[InferenceClient, Work], Awaitable[object]]
-
-
-def in_background(work: Callable[[], Any]) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future
 
 
 def _long(t: Target, seed: int) -> Callable[[], list[Json]]:
@@ -43,7 +36,7 @@ def a_pause_that_aborts_answers_with_what_there_is(t: Target) -> None:
 
 def _aborted(t: Target) -> set[str]:
     """Why samples ended that were under way when a pause aborted them, or had ended."""
-    work = in_background(_long(t, 80))
+    work = in_background(_long(t, 80), "long")
     t.await_load(lambda running, _: running > 0 or work.done(), 0.1)
     assert t.post("/pause_generation", {"mode": "abort"}).status_code == 200
     assert t.post("/continue_generation").status_code == 200
@@ -181,10 +174,10 @@ def requests_paused_in_place_are_held(t: Target) -> None:
 
 def _held(t: Target) -> bool:
     """Whether samples were under way when the server paused. What comes in the pause is held, too."""
-    work = in_background(_long(t, 110))
+    work = in_background(_long(t, 110), "long")
     t.await_load(lambda running, _: running > 0 or work.done(), 0.1)
     assert t.post("/pause_generation", {"mode": "in_place"}).status_code == 200
-    later = in_background(lambda: t.generate([t.prompt(114)], max_new_tokens=1))
+    later = in_background(lambda: t.generate([t.prompt(114)], max_new_tokens=1), "later")
     t.await_load(lambda running, queued: running + queued == 5 or work.done(), 0.3)
     held = not work.done()
     assert not later.done()
@@ -219,12 +212,12 @@ def tokens_over_an_older_cache_say_so_and_have_the_logprobs_of_the_mixture(t: Ta
 
 def _continued_in_place(t: Target, version: int, seed: int) -> tuple[list[Json], Json]:
     """Answers to requests that get new weights on the way, unless they end before; one that comes with the weights."""
-    work = in_background(_long(t, seed))
+    work = in_background(_long(t, seed), "long")
     t.await_load(lambda running, _: running > 0 or work.done(), 0.1)
     try:
         assert t.post("/pause_generation", {"mode": "in_place"}).status_code == 200
         assert t.update(t.other, version + 1, flush_cache=False).json()["success"]
-        late = in_background(lambda: t.generate([t.prompt(seed)], max_new_tokens=8, ignore_eos=True))
+        late = in_background(lambda: t.generate([t.prompt(seed)], max_new_tokens=8, ignore_eos=True), "late")
         assert t.post("/continue_generation").status_code == 200
         return work.result(LIMIT), late.result(LIMIT)[0]
     finally:

@@ -69,7 +69,7 @@ def test_a_group_that_always_ends_its_worker_is_rejected_and_the_run_goes_on(tmp
     assert len(taken) == len(set(taken)) and set(range(max(taken) + 1)) == {*taken, 9}
 
 
-@pytest.mark.slow("it takes its time to need too much")
+@pytest.mark.slow("some time passes until the worker has leaked enough")
 def test_a_worker_that_needs_too_much_memory_is_replaced_and_no_group_begins_twice(tmp_path: Path) -> None:
     recipe = ahead(
         workflow={"name": "working:Leaking", "arguments": {"megabytes": 100, "folder": str(tmp_path)}},
@@ -101,7 +101,9 @@ def test_a_killed_worker_costs_its_groups_in_flight_and_the_run_goes_on(tmp_path
     assert (tmp_path / "logs" / "killed" / "rollout-0-1-3.log").exists(), "it was killed three times"
 
 
-@pytest.mark.parametrize("record", [1, pytest.param(2, marks=pytest.mark.slow("the first one shows more"))])
+@pytest.mark.parametrize(
+    "record", [1, pytest.param(2, marks=pytest.mark.slow("the next record; the first one shows it"))]
+)
 def test_a_worker_that_is_killed_just_after_it_created_a_record_costs_none_of_its_groups(
     tmp_path: Path, record: int
 ) -> None:
