@@ -109,15 +109,14 @@ class ResidentTrainer:
             log.warning("version %d has to be retrained for its publication: %s", version, error)
 
     def restored(self, version: int) -> Retrained | None:
-        """Bring the trainer to `version`. Returns how retrained iterations compare; None if none was retrained.
+        """Bring the trainer to `version`. Returns how all retraining since the last commit compares; None if none.
 
-        If they differ, the caller gives the servers these weights.
+        If it differs, the caller gives the servers these weights, and calls again if that fails.
         """
         with self._locked() as client:
-            before = len(self._retrained)
             self._holding(client, version)
             self.matches_servers = True
-            return worst(self._retrained[before:]) if self._retrained[before:] else None
+            return worst(self._retrained) if self._retrained else None
 
     def take_retrained(self) -> Retrained | None:
         """The largest differences of all retraining since the last call; None if there was none."""

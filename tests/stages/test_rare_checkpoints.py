@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from stage_driver import digests, drive, start_driver, store_in, tiny
 
+from areal_tasks.engines.server import ServerDown
+from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.trainers import Retrained, difference, stage_of, worst
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
@@ -19,6 +21,7 @@ from areal_tasks.store.backend import StoreError
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run
+from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import Recipe
 
 AFTER = 5  # iterations since the last checkpoint
@@ -101,6 +104,24 @@ def test_weights_that_re_training_does_not_repeat_are_published_before_anything_
     assert after.restored.attempt != before.weights.attempt and after.restored.digest != before.weights.digest
     assert read_weights(run.store, after.restored).digest == after.restored.digest
     assert all(compared(run)), "all samples are of weights that the trainer held"
+
+
+def test_a_publication_of_restored_weights_that_a_server_fails_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = {"inference": {"slots": 16, "groups_per_request": 4, "threads": 1, "deterministic": False}}
+    drive(tmp_path, "r", recipe(2, {"head_chunk_tokens": 4096}, **engines))
+    serve, failed = Servers.serve, list[int]()
+
+    def fails_once(servers: Servers, ref: WeightsRef, *arguments: Any, **named: Any) -> list[float]:
+        if not failed:
+            failed.append(ref.version)
+            raise ServerDown("it failed at its new weights")
+        return serve(servers, ref, *arguments, **named)
+
+    monkeypatch.setattr(Servers, "serve", fails_once)
+    run = drive(tmp_path, "r", recipe(3, {"head_chunk_tokens": 16}, **engines))
+    assert failed == [2] and run.commit(2).restored is not None
 
 
 @pytest.mark.parametrize(("eta", "same"), [(0, True), (2, False)])
