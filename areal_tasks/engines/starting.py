@@ -20,7 +20,7 @@ MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "
 
 WORKER: Final = "areal_tasks.rollout.worker"
 #: What ends the wait for a service that no machine runs yet.
-NO_MACHINE: Final = "none until a machine runs it, then launcher.startup_seconds"
+NO_MACHINE: Final = "launcher.queue_seconds until a machine runs it, then launcher.startup_seconds"
 
 
 def trainer_names(recipe: Recipe) -> list[str]:

@@ -4,12 +4,14 @@ A wait is registered with a function that polls the services concerned. A poll r
 that changes whenever the service makes progress, however long its work takes. A service whose heartbeat does not change
 or is missing is named in the log after `launcher.warn_seconds`, then at doubling intervals; after
 `launcher.hang_seconds` the watchdog ends it. Its caller sees that like any other exit: the supervisor restarts it, at
-most `launcher.restarts` times in a row. A restarted service is watched again.
+most `launcher.restarts` times in a row. A restarted service is watched again. An operation that the store does not
+answer in `launcher.store_seconds` ends this process, as nothing else would: a disk that hangs cannot be interrupted.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
+from areal_tasks.engines.service import UNAVAILABLE
 from areal_tasks.store.in_flight import LEDGER, Ledger
 from schemas.recipe.launcher import Launcher
 
@@ -26,7 +29,6 @@ log = logging.getLogger(__name__)
 POLLS: Final = 4  # within the first warning interval
 LONGEST_PAUSE: Final = 15.0  # seconds between two polls
 THIS_PROCESS: Final = "this process"  # named for a wait that concerns no service
-STORE_LIMIT: Final = "S3: 30 s for an answer, some attempts; a disk: none"
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class _Wait:
 class Watchdog:
     """One thread that watches everything a run waits for.
 
-    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `clock` returns
-    seconds, as does the ledger's.
+    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `end_process(status)`
+    ends this process at once. `clock` returns seconds, as does the ledger's.
     """
 
     def __init__(
@@ -100,9 +102,11 @@ class Watchdog:
         end: Callable[[str, str], None],
         ledger: Ledger = LEDGER,
         clock: Callable[[], float] = time.monotonic,
+        end_process: Callable[[int], object] = os._exit,
     ) -> None:
         self.settings = settings
         self.end = end
+        self.end_process = end_process
         self.clock = clock
         self.pause = min(LONGEST_PAUSE, min(settings.warn_seconds, settings.hang_seconds) / POLLS)
         self._ledger = ledger
@@ -141,8 +145,9 @@ class Watchdog:
         now, waits = self.clock(), list(self._waits.values())
         hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
         hung = hung if self.settings.type != "inline" else "none for a thread (launcher.type inline)"
+        store = f"{self.settings.store_seconds:g} s (launcher.store_seconds); S3: 30 s for an answer, some attempts"
         found = [
-            *(Waited("the store", one.what, now - one.since, STORE_LIMIT) for one in self._ledger.in_flight()),
+            *(Waited("the store", one.what, now - one.since, store) for one in self._ledger.in_flight()),
             *(
                 Waited(name, wait.what, now - wait.since, silence.ended_by(hung), silence.says)
                 for wait in waits
@@ -199,7 +204,10 @@ class Watchdog:
             log.warning("waiting for %s, %s%s", name, found, notice * endable)
 
     def _check_store(self) -> None:
-        """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself."""
+        """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself.
+
+        One that lasts `launcher.store_seconds` ends this process.
+        """
         asked, now = self._ledger.in_flight(), self.clock()
         for number in self._warned.keys() - {one.number for one in asked}:
             del self._warned[number]
@@ -208,6 +216,10 @@ class Watchdog:
             if waited >= after:
                 self._warned[one.number] = 2 * max(after, waited)
                 log.warning("waiting for the store, %s: no answer since %s (%.0f s)", one.what, _clock(waited), waited)
+            if waited >= (limit := self.settings.store_seconds):
+                why = f"no answer to {one.what} in launcher.store_seconds = {limit:g}"
+                log.critical("the store hangs: %s; this process ends. Start the run again once the store answers.", why)
+                self.end_process(UNAVAILABLE)
 
 
 def _clock(seconds_ago: float) -> str:

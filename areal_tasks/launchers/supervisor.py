@@ -57,7 +57,8 @@ class Service:
 
     job: Job
     handle: Handle
-    started: float = field(default_factory=time.monotonic)
+    submitted: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)  # or seen to wait for a machine
     url: str = ""
     failures: int = 0  # since the run last progressed; excused ends do not count
     reason: str = ""  # why it was ended, or could not be started
@@ -273,10 +274,14 @@ class Supervisor:
         with contextlib.suppress(Missing):
             service.url = read_record(self.store, path, ServiceRecord).url
             return
+        now, late = time.monotonic(), ""
         if any(one.handle.waiting() for one in self._members(service)):  # it waits for those of its group
-            service.started = time.monotonic()
-        elif time.monotonic() > service.started + self.settings.startup_seconds:
+            service.started = now
+            if now > service.submitted + self.settings.queue_seconds:
+                late = f"was given no machine within launcher.queue_seconds = {self.settings.queue_seconds:g}."
+        elif now > service.started + self.settings.startup_seconds:
             late = f"was not ready within launcher.startup_seconds = {self.settings.startup_seconds:g}."
+        if late:
             if service.needed:
                 raise self._failure(service, late)
             self._stop(service, late, grace_seconds=0.0)
@@ -308,7 +313,8 @@ class Supervisor:
         renewed = spec.model_copy(update={"restart": spec.restart + 1, "weights": weights or spec.weights})
         service.job = replace(service.job, spec=renewed, log=self._log(renewed))
         service.url, service.reason, service.restart_at, service.excused = "", "", None, False
-        service.started, service.ended_with_group, service.stopped = time.monotonic(), False, None
+        service.submitted = service.started = time.monotonic()
+        service.ended_with_group, service.stopped = False, None
         service.handle = self._begun(service.job)
 
     def _begun(self, job: Job) -> Handle:

@@ -92,6 +92,13 @@ class Launcher(Section):
     startup_seconds: float = operational(
         180.0, gt=0, le=86400, description="Time limit for a service to become ready.", live=True
     )
+    queue_seconds: float = operational(
+        604800.0,
+        gt=0,
+        le=31536000,
+        description="Time limit for the cluster system to give a service a machine.",
+        live=True,
+    )
     restarts: int = operational(
         3,
         ge=0,
@@ -112,6 +119,14 @@ class Launcher(Section):
         gt=0,
         le=86400,
         description="Seconds without progress after which a service is ended and restarted.",
+        live=True,
+    )
+    store_seconds: float = operational(
+        3600.0,
+        gt=0,
+        le=604800,
+        description="Seconds after which an operation that the store has not answered, such as one on a disk that hangs, "
+        "ends the flow's process; it is then started again like one that has crashed.",
         live=True,
     )
     ray: RaySettings = section(RaySettings, "Services on a Ray cluster.")

@@ -121,6 +121,16 @@ def test_a_member_that_runs_may_await_one_without_a_machine(group: tuple[Supervi
             supervisor.poll(NAMES)
 
 
+def test_a_cluster_that_gives_no_machine_in_time_ends_the_run(group: tuple[Supervisor, Scripted]) -> None:
+    supervisor, launcher = group
+    supervisor.settings = supervisor.settings.model_copy(update={"queue_seconds": 1000.0})
+    launcher.waits = {"trainer-1"}
+    start(supervisor)
+    with pytest.raises(ServiceFailed, match="was given no machine within launcher.queue_seconds = 1000"):
+        for _ in range(100_000):
+            supervisor.poll(NAMES)
+
+
 @pytest.mark.parametrize("failures", [0, 3])
 def test_the_error_is_that_of_the_member_with_which_it_began(group: tuple[Supervisor, Scripted], failures: int) -> None:
     supervisor, launcher = group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,15 @@ import pytest
 from flying_clock import SETTINGS, FlyingClock, poll_often
 from stage_driver import digests, drive, tiny
 from waiting import LIMIT
+from warm_processes import Process
 
 from areal_tasks.engines import server, starting, trainer_client
+from areal_tasks.engines.service import UNAVAILABLE
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.watchdog import THIS_PROCESS, Heartbeat, Watchdog
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
+from areal_tasks.store.backend import open_store
 from areal_tasks.store.in_flight import Ledger
 from schemas.recipe.launcher import Launcher
 
@@ -204,6 +208,32 @@ def test_what_the_store_does_not_answer_is_named(caplog: pytest.LogCaptureFixtur
         r"waiting for the store, read s3://bucket/run/x\.json: no answer since [\d:]{8} \(10 s\)", caplog.text
     )
     assert not watchdog.ended and watchdog.ledger.in_flight() == [] and watchdog.ledger.ended == 1
+
+
+def test_a_store_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    statuses: list[int] = []
+    watchdog = Watched()
+    watchdog.end_process = statuses.append
+    watchdog.settings = watchdog.settings.model_copy(update={"store_seconds": 30.0})
+    with watchdog.ledger.entry("read", "/disk/run/x.json"):
+        watchdog.for_seconds(25.0)
+        assert statuses == [] and "30 s (launcher.store_seconds)" in watchdog.waits(20.0)[0].limit
+        watchdog.for_seconds(10.0)
+    assert UNAVAILABLE in statuses
+    assert "no answer to read /disk/run/x.json in launcher.store_seconds = 30; this process ends" in caplog.text
+
+
+def hang_at_the_store(path: str) -> None:
+    """A process that reads a store whose file never answers: a pipe that has no writer."""
+    settings = Launcher.model_validate({"type": "local", "warn_seconds": 0.1, "store_seconds": 0.5})
+    Watchdog(settings, lambda name, why: None)
+    open_store(f"file://{Path(path).parent}").read(Path(path).name)
+
+
+def test_a_process_whose_disk_hangs_ends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.json")
+    process = Process(hang_at_the_store, str(tmp_path / "x.json"))
+    assert process.wait(LIMIT) == UNAVAILABLE
 
 
 def test_what_is_waited_for_is_told_with_who_is_at_it_since_when_and_what_ends_it() -> None:
