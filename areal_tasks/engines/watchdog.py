@@ -92,8 +92,8 @@ class _Wait:
 class Watchdog:
     """One thread that watches everything a run waits for.
 
-    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `end_process(status)`
-    ends this process at once. `clock` returns seconds, as does the ledger's.
+    `end(name, reason)` ends a service; it is called again while the service has not been replaced.
+    `end_process(status)` ends this process at once. `clock` returns seconds, as does the ledger's.
     """
 
     def __init__(

@@ -125,8 +125,8 @@ class Launcher(Section):
         3600.0,
         gt=0,
         le=604800,
-        description="Seconds after which an operation that the store has not answered, such as one on a disk that hangs, "
-        "ends the flow's process; it is then started again like one that has crashed.",
+        description="Seconds after which an operation that the store has not answered, as on a disk that hangs, ends "
+        "the flow's process; it is then started again like one that has crashed.",
         live=True,
     )
     ray: RaySettings = section(RaySettings, "Services on a Ray cluster.")

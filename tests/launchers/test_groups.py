@@ -126,7 +126,7 @@ def test_a_cluster_that_gives_no_machine_in_time_ends_the_run(group: tuple[Super
     supervisor.settings = supervisor.settings.model_copy(update={"queue_seconds": 1000.0})
     launcher.waits = {"trainer-1"}
     start(supervisor)
-    with pytest.raises(ServiceFailed, match="was given no machine within launcher.queue_seconds = 1000"):
+    with pytest.raises(ServiceFailed, match=r"was given no machine within launcher\.queue_seconds = 1000"):
         for _ in range(100_000):
             supervisor.poll(NAMES)
 
