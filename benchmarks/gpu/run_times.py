@@ -92,13 +92,14 @@ def beside_raw(table: Sequence[Row], warm: int) -> Row:
 def split(row: Row) -> Row:
     """What of an iteration was generation, training, weights, and the rest.
 
-    Generation lasts from the first request to the last answer (all of an iteration's are sent at once); training is
-    its optimizer steps; weights are writing and loading them, and the closing commit where a checkpoint is begun.
+    Generation lasts from the first request to the last answer (all of an iteration's are sent at once), but counts at
+    most as long as its stage: it may begin before, while weights are written. Training is its optimizer steps; weights
+    are writing and loading them, and the closing commit where a checkpoint is begun.
     """
-    generation, training = row.get("generation") or 0.0, row.get("steps") or 0.0
+    generation, training = min(row.get("generation") or 0.0, row.get("stage_rollout", 0.0)), row.get("steps") or 0.0
     overhead = row["wall"] - generation - training
     weights = row.get("stage_publish", 0.0) + (row["closing"] if row["checkpoint"] else 0.0)
-    return {"overhead": overhead, "tables_and_orchestration": overhead - weights}
+    return {"generation": generation, "overhead": overhead, "tables_and_orchestration": overhead - weights}
 
 
 def ready(row: Row, stages: dict[str, Row]) -> Row:

@@ -168,7 +168,10 @@ def test_an_iteration_is_split_without_counting_anything_twice() -> None:
 
 def test_overhead_is_what_neither_generates_nor_trains() -> None:
     row = {"wall": 5.0, "generation": 3.0, "steps": 1.5, "stage_publish": 0.2, "closing": 0.1, "checkpoint": False}
-    assert split(row) == pytest.approx({"overhead": 0.5, "tables_and_orchestration": 0.3})
+    row["stage_rollout"] = 3.1
+    assert split(row) == pytest.approx({"generation": 3.0, "overhead": 0.5, "tables_and_orchestration": 0.3})
+    row["generation"] = 4.0  # it began while the iteration before wrote its weights
+    assert split(row)["overhead"] == pytest.approx(0.4)
 
 
 def raw_rows(iterations: int = 4) -> list[dict[str, Any]]:
