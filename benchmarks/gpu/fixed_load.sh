@@ -13,14 +13,14 @@
 # zero3: DeepSpeed, ZeRO-3, in place of FSDP2. What 7b needs: docs/guides/memory.md.
 # A run is ended after its SECONDS (240), starts included, or ITERATIONS (60); the same case again resumes it. If the
 # script itself is ended (SIGTERM), it collects what the run's tables have by then. GPUS (2; an even number, another
-# FOLDER for each), SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), MORE
-# (further overrides). CPU=1: the embedded server and one process, to try the script itself.
+# FOLDER for each), SHAPE (1.5b), FOLDER (/dev/shm/asynchrony: models, stores, logs), RESULTS (FOLDER/results), STORE
+# (file://FOLDER/store), MORE (further overrides). CPU=1: the embedded server and one process, to try the script itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 GPUS=${GPUS:-2} SHAPE=${SHAPE:-1.5b} FOLDER=${FOLDER:-/dev/shm/asynchrony}
 RESULTS=${RESULTS:-$FOLDER/results}
-export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=file://$FOLDER/store
+export AREALFLOW_HOME=$FOLDER/home AREALFLOW_STORE=${STORE:-file://$FOLDER/store}
 mkdir -p "$FOLDER" "$RESULTS"
 python3 -m benchmarks.gpu.shapes "$FOLDER" "$SHAPE" 2>/dev/null
 [ -f "$FOLDER/prompts.jsonl" ] || python3 -m benchmarks.gpu.prompts "$FOLDER/$SHAPE" "$FOLDER/prompts.jsonl" --count 512 --tokens 64
