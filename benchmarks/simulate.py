@@ -41,6 +41,7 @@ class Times:
     prefill_rate: float = 168_000.0  # tokens per second that a server prefills
     train_rate: float = 40_500.0  # tokens per second and GPU
     train_fixed: float = 0.16  # seconds per iteration, whatever its tokens: commit, pure stages
+    compilation: float = 0.0  # what the first training takes more
     publish: float = 0.4
     publish_waits: bool = False  # the trainer, for the end of a publication
     pause: float = 0.1  # in place: what the servers stand still
@@ -263,7 +264,8 @@ class Simulation:
             tokens = self.ready.popleft() + self.load.prompt * self.load.groups * self.load.group_size
             seconds = tokens / (self.times.train_rate * self.layout.training)
             self.trained_seconds += seconds
-            self.training_ends = self.clock + seconds + self.times.train_fixed
+            first = self.times.compilation if self.trained == 0 else 0.0
+            self.training_ends = self.clock + seconds + self.times.train_fixed + first
 
     def _step(self) -> None:
         """Advance to the next event."""

@@ -72,10 +72,14 @@ def half_of(result: Result) -> int:
 
 
 def times_of(result: Result) -> Times:
-    """The times of a run for the simulation, of all iterations that have one. The fixed part is what no stage says."""
+    """The times of a run for the simulation, of all iterations that have one. The fixed part is what no stage says.
+
+    The first training is compiled meanwhile: what it takes more than the others is `compilation`.
+    """
     step, per_sample, per_token = step_times(result["decoding"])
     layout, each, waited = layout_of(result), intervals(result), waits(result)
-    busy = sum(seconds for k, seconds in seconds_of(result, "train").items() if k in each)
+    training = seconds_of(result, "train")
+    busy = sum(seconds for k, seconds in training.items() if k in each)
     publish = sum(seconds for k, seconds in seconds_of(result, "publish").items() if k in each) / len(each)
     alone = publish if layout.eta == 0 else 0.0  # else it is concurrent with training
     return Times(
@@ -86,6 +90,7 @@ def times_of(result: Result) -> Times:
         / busy
         / layout.training,
         train_fixed=(sum(each.values()) - sum(waited[k] for k in each) - busy) / len(each) - alone,
+        compilation=max(training.get(0, 0.0) - busy / len(each), 0.0),
         publish=publish,
         publish_waits=layout.eta == 0,
         **(interruptions(result) if layout.mode == "abort" else {}),

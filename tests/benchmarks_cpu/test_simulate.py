@@ -27,6 +27,12 @@ def test_with_equal_lengths_a_synchronous_iteration_lasts_as_long_as_its_steps()
     assert found.seconds == pytest.approx(load.iterations * (generating + training + times.publish) - times.publish)
 
 
+def test_the_first_training_is_compiled_once() -> None:
+    load = replace(SMALL, sigma=0.0)
+    plain, compiled = (Simulation(load, synchronous(4), replace(TIMES, compilation=c)).run().ends for c in (0.0, 9.0))
+    assert [late - early for early, late in zip(plain, compiled, strict=True)] == pytest.approx([9.0] * load.iterations)
+
+
 @pytest.mark.parametrize("publish", [0.2, 100.0])
 def test_weights_that_take_longer_than_an_iteration_are_skipped_and_never_too_old(publish: float) -> None:
     found = Simulation(SMALL, Layout(2, 2, 2), replace(TIMES, publish=publish)).run()
