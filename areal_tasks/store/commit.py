@@ -66,7 +66,11 @@ def read_record(store: Store, path: str, model: type[R]) -> R:
         Missing: there is none.
         UserError: it is damaged, or was written by a newer version of this program.
     """
-    return decode(store, path, model, store.read(path))
+    data = store.read(path)
+    try:
+        return decode(store, path, model, data)
+    except StoreError:  # it may have been corrupted in transit
+        return decode(store, path, model, store.read(path))
 
 
 def find_record(store: Store, path: str, model: type[R]) -> R | None:
