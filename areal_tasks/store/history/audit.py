@@ -111,7 +111,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         root=root,
         iterations=len(links),
         files=len(found.seen),
-        bytes=found.done,
+        bytes=found.total,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
         removed=tuple(tombstones.values()),
         unselected_files=len(stray) - len(records),
