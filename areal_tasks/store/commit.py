@@ -41,7 +41,10 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     except Exists:
         existing = decode(store, path, type(record), store.read(path))
     except StoreError as error:
-        existing = _read_back(store, path, record, error)
+        try:
+            existing = decode(store, path, type(record), store.read(path))
+        except StoreError:
+            raise error from None  # the put's error is the cause
     return existing, existing.attempt == record.attempt
 
 
@@ -50,13 +53,6 @@ def append_record(store: Store, path: Callable[[int], str], n: int, make: Callab
     while not commit_once(store, path(n), record := make(n))[1]:
         n += 1
     return record
-
-
-def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:
-    try:
-        return decode(store, path, type(record), store.read(path))
-    except StoreError:
-        raise error from None  # the put's error is the cause
 
 
 def read_record(store: Store, path: str, model: type[R]) -> R:
