@@ -207,12 +207,8 @@ def _shard_rows(found: Selected) -> Iterator[dict[str, Any]]:
 
 def _stage_row(found: Selected) -> dict[str, Any]:
     manifest, tables = found.manifest, found.manifest.tables.values()
-    return _provenance(manifest.provenance) | {
-        "iteration": manifest.iteration,
-        "stage": manifest.stage,
-        "key": manifest.key,
-        "attempt": manifest.attempt,
-        "run": manifest.run,
+    return provenance_row(manifest.provenance) | {
+        **manifest.model_dump(include={"iteration", "stage", "key", "attempt", "run"}),
         "tables": list(manifest.tables),
         "shards": sum(len(table.shards) for table in tables),
         "rows": sum(table.rows for table in tables),
@@ -220,37 +216,26 @@ def _stage_row(found: Selected) -> dict[str, Any]:
         "bytes": sum(shard.bytes for table in tables for shard in table.shards),
         "reused": (manifest.run, manifest.provenance.owner) != (found.commit.run, found.commit.provenance.owner),
         "metrics": list(manifest.metrics.items()),
-        "prefect_task_run_id": manifest.provenance.prefect_task_run_id,
         "path": found.path,
     }
 
 
 def _commit_row(commit: IterationCommit) -> dict[str, Any]:
-    return _provenance(commit.provenance) | {
-        "iteration": commit.iteration,
-        "attempt": commit.attempt,
-        "run": commit.run,
+    return provenance_row(commit.provenance) | {
+        **commit.model_dump(include={"iteration", "attempt", "run", "segment", "previous"}),
         "version": commit.weights.version,
         "weights": commit.weights.path,
         "checkpoint_version": commit.checkpoint.version if commit.checkpoint else None,
-        "segment": commit.segment,
         "stages": [ref.stage for ref in commit.stages],
         "state": json.dumps(commit.state),
-        "previous": commit.previous,
     }
 
 
-def _provenance(made: Provenance) -> dict[str, Any]:
+def provenance_row(made: Provenance) -> dict[str, Any]:
+    """The columns of a record's provenance, in all views; a view takes those of its schema."""
     started, committed = utc(made.started), utc(made.committed)
-    return {
-        "started": started,
-        "committed": committed,
-        "seconds": (committed - started).total_seconds(),
-        "host": made.host,
-        "owner": made.owner,
-        "code_version": made.code_version,
-        "prefect_flow_run_id": made.prefect_flow_run_id,
-    }
+    times = {"started": started, "committed": committed, "seconds": (committed - started).total_seconds()}
+    return made.model_dump() | times
 
 
 _DERIVE: Final[dict[str, Callable[[Region], list[dict[str, Any]]]]] = {
