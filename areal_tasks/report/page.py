@@ -89,9 +89,9 @@ def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payl
         )
         spent = session.ask(time_spent)
         lines, picked, count = session.ask(lambda c: (curves(c, points), choose_samples(c, samples), count_samples(c)))
+        rows, problems = read_samples(session, picked)
     facts = run_facts(catalog.run, head, makers)
     facts["facts"] += dropped
-    rows, problems = read_samples(catalog, picked)
     encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
     texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
     samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
