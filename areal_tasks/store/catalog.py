@@ -128,10 +128,6 @@ class Catalog:
                 found.setdefault(table, set()).add(stage)
         return found
 
-    def selected(self, stages: Set[str] | None = None) -> list[Selected]:
-        """The selected manifests of these stages (of all), in the order of iterations. Reads each of them."""
-        return [found for region in self.regions for found in region.selected(stages)]
-
     def shards(self, table: str) -> Iterator[tuple[int, ShardRef]]:
         """The shards of a table with their iterations, in order."""
         for region in self.regions:
