@@ -149,10 +149,6 @@ class Catalog:
             self.ignore_compactions(error)
             return None
 
-    def merged_files(self, table: str) -> list[CompactFile]:
-        """All files of a merged table that are read in place of its shards."""
-        return [file for region in self.regions if self.compacted for file in region.merged(table) or ()]
-
     def ignore_compactions(self, damage: Exception) -> None:
         """Read the source files from now on, with a warning: a compaction is damaged."""
         self.compacted = False
