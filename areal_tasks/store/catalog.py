@@ -75,12 +75,6 @@ class Region:
             self.known[path] = Selected(path, manifest, self.refs[path][1])
         return [self.known[path] for path in wanted]
 
-    def shards(self, stages: Set[str], table: str) -> Iterator[tuple[int, ShardRef]]:
-        """The shards of a table that these stages write, with their iterations, in order."""
-        for found in self.selected(stages):
-            if table in found.manifest.tables:
-                yield from ((found.manifest.iteration, shard) for shard in found.manifest.tables[table].shards)
-
     def merged(self, table: str) -> Sequence[CompactFile] | None:
         """The files of the merged table, if there is one with the columns that this version has."""
         found = self.compaction.tables.get(table) if self.compaction else None
@@ -128,17 +122,13 @@ class Catalog:
                 found.setdefault(table, set()).add(stage)
         return found
 
-    def shards(self, table: str) -> Iterator[tuple[int, ShardRef]]:
-        """The shards of a table with their iterations, in order."""
-        for region in self.regions:
-            yield from self.shards_of(region, table)
-
-    def shards_of(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
-        """As `shards`, for one region."""
+    def shards(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
+        """The shards of a table in a region, with their iterations, in order."""
         merged = self.merged(region, "shards", ds.field("table_name") == table)
-        if merged is None:
-            return list(region.shards(self.stages_of[table], table))
-        return [shard for part in merged for shard in shard_refs(part)]
+        if merged is not None:
+            return [shard for part in merged for shard in shard_refs(part)]
+        manifests = [found.manifest for found in region.selected(self.stages_of[table])]
+        return [(m.iteration, shard) for m in manifests if table in m.tables for shard in m.tables[table].shards]
 
     def merged(self, region: Region, table: str, filter: ds.Expression | None = None) -> list[pa.Table] | None:
         """The region's rows of a table in its compaction; None if they must be read from its source files."""

@@ -119,7 +119,7 @@ def table_dataset(catalog: Catalog, table: str) -> LazyDataset:
         if merged is not None:
             return [files.fragment(file) for file in merged]
         if region.first not in shards:
-            found = catalog.shards_of(region, table)
+            found = catalog.shards(region, table)
             shards[region.first] = [files.fragment(shard, ds.field("iteration") == k) for k, shard in found]
         return shards[region.first]
 
