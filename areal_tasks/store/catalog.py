@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.commit import bytes_digest, read_record, read_verified
+from areal_tasks.store.commit import bytes_digest, read_record
 from areal_tasks.store.objects.scanned_files import read_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import utc
@@ -71,7 +71,8 @@ class Region:
         """The manifests first selected in this region, of these stages (None: of all). Each is read once."""
         wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
         fresh = [path for path in wanted if path not in self.known]
-        for path, manifest in zip(fresh, read_manifests(self.run, self.refs, fresh), strict=True):
+        read = parallel(lambda path: self.run.read_stage(self.refs[path][0]), fresh)
+        for path, manifest in zip(fresh, read, strict=True):
             self.known[path] = Selected(path, manifest, self.refs[path][1])
         return [self.known[path] for path in wanted]
 
@@ -97,13 +98,9 @@ class Catalog:
                 found.append(Region(self.run, at, compaction.first))
             found.append(Region(self.run, compaction.first, compaction.stop, compaction))
             at = compaction.stop
-        stop = self._length(at)
+        commit = partial(paths.iteration_commit, self.run.name)
+        stop = last_number(self.run.store, commit, max(at, self.run.first)) + 1
         return [*found, Region(self.run, at, stop)] if stop > at else found
-
-    def _length(self, known: int) -> int:
-        """How many iterations are committed: at least `known`."""
-        first = max(known, self.run.first)
-        return last_number(self.run.store, partial(paths.iteration_commit, self.run.name), first) + 1
 
     @cached_property
     def stages_of(self) -> dict[str, set[str]]:
@@ -116,10 +113,10 @@ class Catalog:
         plain: Refs = {}
         for region in (r for r in self.regions if r.compaction is None):
             plain |= region.refs
-        one_each = {ref.stage: path for path, (ref, _) in plain.items() if ref.stage not in known}
-        for stage, manifest in zip(one_each, read_manifests(self.run, plain, list(one_each.values())), strict=True):
+        one_each = {ref.stage: ref for ref, _ in plain.values() if ref.stage not in known}
+        for manifest in parallel(self.run.read_stage, list(one_each.values())):
             for table in manifest.tables:
-                found.setdefault(table, set()).add(stage)
+                found.setdefault(table, set()).add(manifest.stage)
         return found
 
     def shards(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
@@ -169,11 +166,6 @@ def compact_schema(table: str) -> pa.Schema:
         return DERIVED[table]
     fields = [pa.field(f.name, f.type) for f in TABLES[table] if f.name != "iteration"]
     return pa.schema([pa.field("iteration", pa.int32()), *fields])
-
-
-def read_manifests(run: Run, refs: Refs, wanted: list[str]) -> list[StageManifest]:
-    """The manifests at these paths, verified."""
-    return parallel(lambda path: read_verified(run.store, path, refs[path][0].sha256, StageManifest), wanted)
 
 
 def _shard_rows(found: Selected) -> Iterator[dict[str, Any]]:
