@@ -33,7 +33,6 @@ from schemas.views import COMMITS, SHARDS, STAGES
 
 log = logging.getLogger(__name__)
 
-Refs = Reached[StageRef]
 DERIVED: Final = {"commits": COMMITS, "stages": STAGES, "shards": SHARDS}
 _COMPACTION: Final = re.compile(r"(\d{6,})-(\d{6,})-(\d{3,})-[0-9a-f]+\.json")  # of an attempt; formerly a digest
 
@@ -62,7 +61,7 @@ class Region:
         return parallel(self.run.commit, range(self.first, self.stop))
 
     @cached_property
-    def refs(self) -> Refs:
+    def refs(self) -> Reached[StageRef]:
         """Path of every manifest first selected in this region -> its reference and the first commit with it."""
         known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
         return {path: found for path, found in reachable(self.commits, StageRef).items() if path not in known}
@@ -110,10 +109,8 @@ class Catalog:
             for table, stages in (region.compaction.stages_of if region.compaction else {}).items():
                 found.setdefault(table, set()).update(stages)
         known = set().union(*found.values())
-        plain: Refs = {}
-        for region in (r for r in self.regions if r.compaction is None):
-            plain |= region.refs
-        one_each = {ref.stage: ref for ref, _ in plain.values() if ref.stage not in known}
+        plain = [region for region in self.regions if region.compaction is None]
+        one_each = {ref.stage: ref for region in plain for ref, _ in region.refs.values() if ref.stage not in known}
         for manifest in parallel(self.run.read_stage, list(one_each.values())):
             for table in manifest.tables:
                 found.setdefault(table, set()).add(manifest.stage)
