@@ -52,7 +52,8 @@ class AlertMonitor:
 
     def _found(self, metrics: Metrics, eta: int) -> Iterator[Alert]:
         verify = metrics.get("verify", {})
-        if math.isfinite(verify.get("reward", math.nan)) and not all_unjudged(verify):
+        # if no completion could be judged, the mean reward of 0 is meaningless
+        if math.isfinite(verify.get("reward", math.nan)) and unjudged(verify) < 1.0:
             self._remember(verify["reward"])
         if (collapse := reward_collapse(self.earlier, list(self.last), self.settings)) is not None:
             yield collapse
@@ -102,9 +103,9 @@ def reward_collapse(earlier: RewardBaseline, last: list[float], settings: Alerts
     return Alert("reward-collapse", f"{fall} (alerts.reward_drop {settings.reward_drop:g})", mean, threshold)
 
 
-def all_unjudged(verify: Mapping[str, float]) -> bool:
-    """Whether no completion of the iteration could be judged: its mean reward of 0 is then meaningless."""
-    return verify.get("timeout", 0.0) + verify.get("error", 0.0) >= 1.0
+def unjudged(verify: Mapping[str, float]) -> float:
+    """The share of the completions that could not be judged."""
+    return verify.get("timeout", 0.0) + verify.get("error", 0.0)
 
 
 def threshold_alerts(metrics: Metrics, eta: int, settings: Alerts) -> Iterator[Alert]:
@@ -113,33 +114,24 @@ def threshold_alerts(metrics: Metrics, eta: int, settings: Alerts) -> Iterator[A
     Servers and trainer are compared by `train`, or by `publish` where samples are too old for that.
     """
     verify, train, publish = (metrics.get(stage, {}) for stage in ("verify", "train", "publish"))
-    unverified = verify.get("timeout", 0.0) + verify.get("error", 0.0)
-    gaps, clipped = (
-        [part.get("logprob_gap_mean", 0.0) for part in (train, publish)],
-        train.get("behaviour_clipped", 0.0),
-    )
-    effective, lag = train.get("effective_sample_size", 1.0), train.get("lag_max", 0.0) - eta
-    kls = (("kl", "version 0"), ("approx_kl", "the policy before the step"))
-    rows = (
-        *(
-            ("kl-explosion", "max_kl", train.get(name, 0.0), f"the KL to {what} is {{:.4g}} nats per token")
-            for name, what in kls
-        ),
-        ("verifier-failures", "max_unverified", unverified, "{:.0%} of the completions could not be verified"),
-        *(
-            ("engines-disagree", "max_logprob_gap", gap, "engine and trainer are {:.4g} nats apart on average")
-            for gap in gaps
-        ),
-        (
-            "few-effective-samples",
-            "min_effective_sample_size",
-            effective,
-            "by their behaviour weights the tokens count as {:.0%} of their number",
-        ),
+    effective, clipped = train.get("effective_sample_size", 1.0), train.get("behaviour_clipped", 0.0)
+    before, apart = "the KL to the policy before the step", "engine and trainer are {:.4g} nats apart on average"
+    count = "by their behaviour weights the tokens count as {:.0%} of their number"
+    for cause, field, value, text in (
+        ("kl-explosion", "max_kl", train.get("kl", 0.0), "the KL to version 0 is {:.4g} nats per token"),
+        ("kl-explosion", "max_kl", train.get("approx_kl", 0.0), f"{before} is {{:.4g}} nats per token"),
+        ("verifier-failures", "max_unverified", unjudged(verify), "{:.0%} of the completions could not be verified"),
+        ("engines-disagree", "max_logprob_gap", train.get("logprob_gap_mean", 0.0), apart),
+        ("engines-disagree", "max_logprob_gap", publish.get("logprob_gap_mean", 0.0), apart),
+        ("few-effective-samples", "min_effective_sample_size", effective, count),
         ("behaviour-clipped", "max_behaviour_clipped", clipped, "{:.1%} of the behaviour weights are capped or masked"),
-        ("old-samples", "max_lag_beyond", lag, f"a token lags {{:g}} versions more than η, {eta}"),
-    )
-    for cause, field, value, text in rows:
+        (
+            "old-samples",
+            "max_lag_beyond",
+            train.get("lag_max", 0.0) - eta,
+            f"a token lags {{:g}} versions more than η, {eta}",
+        ),
+    ):
         threshold = getattr(settings, field)
         as_wanted = value >= threshold if field.startswith("min_") else value <= threshold  # False for NaN
         if threshold and not as_wanted:

@@ -21,7 +21,6 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
@@ -72,11 +71,13 @@ class Pauses:
                     self._poll(client)
 
     def _poll(self, client: SyncPrefectClient) -> None:
-        state = client.read_flow_run(UUID(self.flow_run)).state
-        paused, stops = waits_for_resume(state), is_stopping(state)
+        if (state := client.read_flow_run(UUID(self.flow_run)).state) is None:
+            return
+        paused = state.is_paused() and state.name != "Suspended"  # a suspension ends the process instead
+        stops = state.is_paused() or state.is_cancelling()
         if stops != self._stopping:
             self.on_stopping(stops)
-            if state is not None and state.is_cancelling() and FLOW_RUN not in os.environ:
+            if state.is_cancelling() and FLOW_RUN not in os.environ:
                 self.log.warning("this flow run is cancelled, and no worker ends it: it ends itself")
                 os.kill(os.getpid(), signal.SIGTERM)  # SIGINT is ignored in a shell's background
         if paused and not self._paused:
@@ -88,13 +89,3 @@ class Pauses:
 
 def _person() -> dict[str, Heartbeat]:
     return {"a person": Heartbeat(object(), "the flow run is paused")}  # always new: the watchdog never warns
-
-
-def is_stopping(state: State[Any] | None) -> bool:
-    """Whether no stage begins after the running one, until resumed or ever."""
-    return state is not None and (state.is_paused() or state.is_cancelling())
-
-
-def waits_for_resume(state: State[Any] | None) -> bool:
-    """Whether this state is a pause, not a suspension, which ends the process instead."""
-    return state is not None and state.is_paused() and state.name != "Suspended"

@@ -319,9 +319,14 @@ SELECT iteration, least(iteration - version_min, {MOST_LAG}) AS lag,
 FROM scalars WHERE num_generated > 0 GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
+def tables_of(connection: duckdb.DuckDBPyConnection) -> set[str]:
+    """The names of the tables and views that the connection has."""
+    return {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
+
+
 def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list[dict[str, Any]]]:
     """Chart id -> its lines, at most `points` points each; charts without data are left out."""
-    tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
+    tables = tables_of(connection)
     found: dict[str, list[dict[str, Any]]] = {}
     for source in SOURCES:
         if source.needs <= tables and source.unless not in tables:

@@ -21,10 +21,9 @@ from areal_tasks.report.facts import code_and_hosts, differences, dropped_prompt
 from areal_tasks.report.samples import choose_samples, count_samples, encode_sample, read_samples
 from areal_tasks.report.tokens import vocabulary
 from areal_tasks.store.backend import Store
-from areal_tasks.store.catalog import Catalog
 from areal_tasks.store.provenance import now
 from areal_tasks.store.query import Session
-from areal_tasks.store.runs import load_run
+from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 
 POINTS: Final = 600  # per line, for one run; several runs share them
@@ -61,16 +60,15 @@ def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int
     """
     if len(set(names)) < len(names):
         raise UserError(f"Each run once: {', '.join(names)}.")
-    catalogs = [Catalog(load_run(store, name)) for name in names]
     points = max(FEWEST_POINTS, POINTS // len(names))
-    runs = [_run_data(store, catalog, points, samples) for catalog in catalogs]
+    runs = [_run_data(load_run(store, name), points, samples) for name in names]
     page = {"made": utc_text(now()), "charts": [chart.__dict__ for chart in CHARTS]}
     payload: Payload = {**page, "differences": differences(runs), "runs": runs}
     _fit(payload, max_bytes)
     return Report(payload, sum(len(run["samples"]) for run in runs), sum(run["available"] for run in runs))
 
 
-def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payload:
+def _run_data(run: Run, points: int, samples: int) -> Payload:
     nothing: Payload = {
         "cost": None,
         "time": None,
@@ -80,20 +78,18 @@ def _run_data(store: Store, catalog: Catalog, points: int, samples: int) -> Payl
         "available": 0,
         "problems": [],
     }
-    head = catalog.run.head()
+    head = run.head()
     if head is None:
-        return run_facts(catalog.run, None, {}) | nothing
-    with Session(store, catalog.run.name) as session:
-        makers, dropped, cost = session.ask(
-            lambda c: (code_and_hosts(c), dropped_prompts(c), cost_of(c, catalog.run.name))
-        )
+        return run_facts(run, None, {}) | nothing
+    with Session(run.store, run.name) as session:
+        makers, dropped, cost = session.ask(lambda c: (code_and_hosts(c), dropped_prompts(c), cost_of(c, run.name)))
         spent = session.ask(time_spent)
         lines, picked, count = session.ask(lambda c: (curves(c, points), choose_samples(c, samples), count_samples(c)))
-    facts = run_facts(catalog.run, head, makers)
+        rows, problems = read_samples(session, picked)
+    facts = run_facts(run, head, makers)
     facts["facts"] += dropped
-    rows, problems = read_samples(catalog, picked)
     encoded = [encode_sample(key, row, picked[key]) for key, row in rows]
-    texts, problem = vocabulary(catalog, {i for sample in encoded for i in sample["tokens"]["ids"]})
+    texts, problem = vocabulary(run, {i for sample in encoded for i in sample["tokens"]["ids"]})
     samples_found = {"available": count, "problems": [*problems, *([problem] if problem else [])]}
     return facts | {
         "cost": {"facts": cost_facts(cost), "stages": stage_rows(cost)},

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final
 
 import duckdb
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from areal_tasks.report.curves import number
-from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.parallel import parallel
-from areal_tasks.store.shards import read_shard
+from areal_tasks.report.curves import number, tables_of
+from areal_tasks.store.query import Session
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, TableRef
-from schemas.tables import TABLES
 from schemas.views import reward_or_null
 
 
@@ -77,7 +72,7 @@ EVALUATION_SHARE: Final = 0.2  # of the samples, where a run trains and evaluate
 
 def choose_samples(connection: duckdb.DuckDBPyConnection, count: int) -> ChosenSamples:
     """At most `count` samples of a run, ordered so that any first part of them is a balanced choice too."""
-    tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()
+    tables = tables_of(connection) & _CANDIDATES.keys()
     picked = [_choose_from(connection, table, number) for table, number in quotas(tables, count).items()]
     return dict(item for items in zip_longest(*(p.items() for p in picked)) for item in items if item is not None)
 
@@ -92,7 +87,7 @@ def quotas(tables: Set[str], count: int) -> dict[str, int]:
 
 def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
     """How many samples the run has."""
-    tables = {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()} & _CANDIDATES.keys()
+    tables = tables_of(connection) & _CANDIDATES.keys()
     counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0] for table in sorted(tables)]
     return sum(counts)
 
@@ -121,12 +116,12 @@ MAX_TOKENS: Final = 4096  # of longer samples: the first three quarters of these
 MAX_TEXT: Final = 20_000  # characters of a text, likewise
 DECIMALS: Final = 4
 
-#: Columns that are joined to the samples of each table, if the run has them.
+#: By the table of the samples, the columns that are joined to it, if the run has them.
 _JOINED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "scalars": {
         "rollout": ("prompt", "completion", "answer", "input_ids", "loss_mask", "logprobs", "versions"),
-        "verify": ("reward", "verdict", "parsed", "detail"),
-        "advantage": ("advantages", "shaped_reward", "kept", "dropped_reason"),
+        "verify": ("parsed", "detail"),
+        "advantage": ("advantages",),
         "reference": ("ref_logprobs",),
         "proximal": ("prox_logprobs",),
     },
@@ -150,56 +145,40 @@ _NUMBERS: Final = (
 )
 
 
-def read_samples(catalog: Catalog, picked: ChosenSamples) -> tuple[list[tuple[Key, Row]], list[str]]:
+def read_samples(session: Session, picked: ChosenSamples) -> tuple[list[tuple[Key, Row]], list[str]]:
     """The rows of `picked`, in its order, and messages about iterations that could not be read."""
-    places = sorted({(key.table, key.iteration) for key in picked})
-    results = parallel(lambda place: _read_place(catalog, picked, *place), places, threads=4)
-    rows = {key: row for found, _ in results for key, row in found.items()}
-    problems = [problem for _, problem in results if problem]
+    rows, problems = dict[Key, Row](), list[str]()
+    for table in dict.fromkeys(key.table for key in picked):
+        rows |= _read(session, [key for key in picked if key.table == table], problems)
     return [(key, rows[key]) for key in picked if key in rows], problems
 
 
-def _read_place(catalog: Catalog, picked: ChosenSamples, table: str, iteration: int) -> tuple[dict[Key, Row], str]:
-    keys = {key for key in picked if (key.table, key.iteration) == (table, iteration)}
+def _read(session: Session, keys: Sequence[Key], problems: list[str]) -> dict[Key, Row]:
+    """The rows of samples of one table; a damaged shard costs those of its iteration, and adds a problem."""
+    iterations = sorted({key.iteration for key in keys})
     try:
-        return _read_iteration(catalog, table, iteration, keys), ""
-    except UserError as error:  # a damaged shard must not prevent the report
-        return {}, str(error)
+        return session.ask(partial(_rows, keys=keys))
+    except UserError as error:
+        if len(iterations) == 1:
+            problems.append(str(error))
+            return {}
+    parts = [_read(session, [key for key in keys if key.iteration == k], problems) for k in iterations]
+    return dict(item for part in parts for item in part.items())
 
 
-def _read_iteration(catalog: Catalog, table: str, iteration: int, keys: set[Key]) -> dict[Key, Row]:
-    refs = table_refs(catalog, catalog.run.commit(iteration), {table, *_JOINED[table]})
-    wanted = pa.array(sorted({key.sample_id for key in keys}))
-    found: dict[Key, Row] = {}
-    base = "rollout" if table == "scalars" and table not in refs else table  # a replay may end before `scalars`
-    for ref in refs.get(base, []):
-        for row in _rows(catalog, ref, wanted, [name for name in TABLES[base].names if name != "iteration"]):
-            key = Key(table, iteration, row.get("weights_version", -1), row["sample_id"])
-            if key in keys:
-                found[key] = row
-    for other, columns in _JOINED[table].items():
-        for ref in refs.get(other, []):
-            joined = {row["sample_id"]: row for row in _rows(catalog, ref, wanted, ["sample_id", *columns])}
-            for key, row in found.items():
-                row |= joined.get(key.sample_id, {})
-    return found
-
-
-def table_refs(catalog: Catalog, commit: IterationCommit, tables: set[str]) -> dict[str, list[TableRef]]:
-    """The tables of these names that a commit selects; a commit may select two evaluations."""
-    stages = set().union(*(catalog.stages_of.get(table, set()) for table in tables))
-    found: dict[str, list[TableRef]] = {}
-    for manifest in (catalog.run.read_stage(ref) for ref in commit.stages if ref.stage in stages):
-        for name in manifest.tables.keys() & tables:
-            found.setdefault(name, []).append(manifest.tables[name])
-    return found
-
-
-def _rows(catalog: Catalog, ref: TableRef, wanted: pa.Array, columns: Sequence[str]) -> list[Row]:
-    """The wanted samples, with those of the columns that the version which wrote the table had."""
-    table = pa.concat_tables(parallel(lambda shard: read_shard(catalog.run.store, shard, columns), ref.shards))
-    rows: list[Row] = table.filter(pc.is_in(table["sample_id"], value_set=wanted)).to_pylist()
-    return rows
+def _rows(connection: duckdb.DuckDBPyConnection, keys: Sequence[Key]) -> dict[Key, Row]:
+    """As `_read`; of an evaluation, with every version of the weights."""
+    table, iterations = keys[0].table, ", ".join(str(k) for k in sorted({key.iteration for key in keys}))
+    joined = {other: names for other, names in _JOINED[table].items() if other in tables_of(connection)}
+    picked = f"WHERE iteration IN ({iterations}) AND sample_id IN (SELECT unnest($ids))"
+    columns = [f"{table}.*", *(f"{other}.{name}" for other, names in joined.items() for name in names)]
+    query = f"SELECT {', '.join(columns)} FROM (SELECT * FROM {table} {picked}) AS {table}"
+    for other in joined:  # the condition again: else all iterations would be read
+        query += f" LEFT JOIN (SELECT * FROM {other} {picked}) AS {other} USING (iteration, sample_id)"
+    found = connection.sql(query, params={"ids": sorted({key.sample_id for key in keys})}).to_arrow_table()
+    return {
+        Key(table, row["iteration"], row.get("weights_version", -1), row["sample_id"]): row for row in found.to_pylist()
+    }
 
 
 # ── encoding ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,7 +188,7 @@ def encode_sample(key: Key, row: Mapping[str, Any], why: Sequence[str]) -> dict[
     """A sample as the page reads it: texts, numbers, and the values of each generated token."""
     texts = {name: cut_text(row[name]) for name in _TEXTS if row.get(name)}
     plain = {name: row[name] for name in _PLAIN if row.get(name) not in (None, "")}
-    numbers = {name: number(row[name]) for name in _NUMBERS if name in row}
+    numbers = {name: number(row[name]) for name in _NUMBERS if row.get(name) is not None}
     marks = {"truncated": row.get("truncated"), "dropped": row.get("kept") is False}
     flags = {name: True for name, is_set in marks.items() if is_set}
     version = {"evaluated": key.version} if key.table == "evaluate" else {}
@@ -223,7 +202,7 @@ def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     kept = _kept(len(ids), MAX_TOKENS)
     mask = [mask[i] for i in kept]
     generated = [i for i, own in zip(kept, mask, strict=True) if own]
-    there = {short: row[name] for name, short in _PER_TOKEN.items() if name in row}
+    there = {short: row[name] for name, short in _PER_TOKEN.items() if row.get(name) is not None}
     columns = {short: encode_column([values[i] for i in generated]) for short, values in there.items()}
     left_out = {"cut": [MAX_TOKENS * 3 // 4, len(ids) - MAX_TOKENS]} if len(ids) > MAX_TOKENS else {}
     return {"ids": [ids[i] for i in kept], "own": runs_of_true(mask), **columns, **left_out}

@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from areal_tasks.engines import models
-from areal_tasks.store.catalog import Catalog
-from areal_tasks.store.reachable import INITIAL, published_weights
+from areal_tasks.store.reachable import published_weights
+from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 
 Decode = Callable[[list[int]], str]
@@ -19,13 +19,13 @@ _BROKEN: Final = "\ufffd"  # what decoders give for a part of a character
 _FAST: Final = "tokenizer.json"
 
 
-def vocabulary(catalog: Catalog, ids: Iterable[int]) -> tuple[dict[int, str], str]:
+def vocabulary(run: Run, ids: Iterable[int]) -> tuple[dict[int, str], str]:
     """The text of each id; or no texts and the reason: the page then shows ids."""
     try:
         with TemporaryDirectory(prefix="arealflow-report-") as scratch:
-            return texts_of(*load_tokenizer(catalog, Path(scratch)), ids), ""
+            return texts_of(*load_tokenizer(run, Path(scratch)), ids), ""
     except (UserError, OSError, ValueError) as error:
-        return {}, f"Tokens of run {catalog.run.name} are shown as numbers, as its tokenizer cannot be used: {error}"
+        return {}, f"Tokens of run {run.name} are shown as numbers, as its tokenizer cannot be used: {error}"
 
 
 def texts_of(decode: Decode, name: Name, ids: Iterable[int]) -> dict[int, str]:
@@ -59,16 +59,16 @@ def _added(decode: Decode, known: list[int]) -> dict[int, str]:
     return {i: decode([anchor, i]).removeprefix(before) for i in known}
 
 
-def load_tokenizer(catalog: Catalog, scratch: Path) -> tuple[Decode, Name]:
+def load_tokenizer(run: Run, scratch: Path) -> tuple[Decode, Name]:
     """The run's tokenizer as two functions: decode ids, and name a token.
 
     Raises:
         UserError: the run has no initial weights, as stage `initialise` recorded them, or they hold no tokenizer.
     """
-    found, store = catalog.selected(catalog.stages_of.get(INITIAL, set())), catalog.run.store
-    if not found:
-        raise UserError("it has no initial weights yet")
-    folder = models.describing_files(store, published_weights(store, found[0].manifest), scratch)
+    initial = next((ref for ref in run.commit(0).stages if ref.stage == "initialise"), None)
+    if initial is None:
+        raise UserError("it has no initial weights")
+    folder = models.describing_files(run.store, published_weights(run.store, run.read_stage(initial)), scratch)
     return _fast(folder / _FAST) if (folder / _FAST).is_file() else _slow(folder)
 
 

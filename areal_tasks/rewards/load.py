@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -13,19 +12,8 @@ from areal_tasks.rewards.protocol import Row
 from areal_tasks.user_code import find_function, missing_module
 from schemas.errors import UserError
 
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """A built-in verifier. `version` is raised when its verdicts change."""
-
-    target: str
-    version: int = 1
-
-
-BUILT_IN: Final = {
-    "math": BuiltIn("areal_tasks.rewards.math:verify", version=3),
-    "exact": BuiltIn("areal_tasks.rewards.exact:verify"),
-}
+#: The built-in verifiers, each with its version, which is raised when its verdicts change.
+BUILT_IN: Final = {"math": ("areal_tasks.rewards.math:verify", 3), "exact": ("areal_tasks.rewards.exact:verify", 1)}
 
 _FIELD: Final = "reward.verifier"
 #: Passed to a verifier besides prompt, completion and answer, if it has a parameter of that name.
@@ -34,7 +22,7 @@ _OPTIONAL: Final = ("truncated", "stop_reason")
 
 def verifier_version(name: str) -> int:
     """The version of a built-in verifier's code; 1 for a user's own, whose version is unknown."""
-    return BUILT_IN[name].version if name in BUILT_IN else 1
+    return BUILT_IN.get(name, (name, 1))[1]
 
 
 def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], object]:
@@ -62,7 +50,7 @@ def check_module(name: str) -> None:
 
 def _target(name: str) -> str:
     """The verifier as `package.module:object`."""
-    target = BUILT_IN[name].target if name in BUILT_IN else name
+    target = BUILT_IN.get(name, (name, 1))[0]
     if not all(target.partition(":")):
         raise UserError(f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, nor `package.module:object`.")
     return target

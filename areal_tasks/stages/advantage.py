@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from areal_tasks.algorithms.advantages import Advantages, grpo_advantages, kl_penalty
+from areal_tasks.algorithms.advantages import grpo_advantages, kl_penalty
 from areal_tasks.data.ragged import Flat, flat, lengths, ragged, scatter
 from areal_tasks.engines.trainer.forward import one_thread
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
@@ -77,8 +77,16 @@ def advantage_table(read: Mapping[str, pa.Table], algorithm: Grpo, reward: Rewar
     mask, sizes = flat(rollout["loss_mask"]), lengths(rollout["loss_mask"])
     reasons = dropped_reasons(rollout, verdicts, reward)
     kept = np.asarray([reason == "" for reason in reasons])
-    penalty = _penalty(read, mask, algorithm.kl_coef) if algorithm.kl == "reward" else None
-    result = _advantages(rollout, verdicts, kept, penalty, algorithm)
+    result = grpo_advantages(
+        torch.tensor(verdicts["reward"].to_numpy()),
+        torch.tensor(rollout["group_id"].to_numpy()),
+        torch.from_numpy(rollout["num_generated"].to_numpy().astype(np.int64)),
+        torch.from_numpy(kept),
+        algorithm.reward_norm,
+        algorithm.advantage_norm,
+        _penalty(read, mask, algorithm.kl_coef) if algorithm.kl == "reward" else None,
+        algorithm.std_unbiased,
+    )
     return pa.table(
         {
             "sample_id": rollout["sample_id"],
@@ -89,21 +97,6 @@ def advantage_table(read: Mapping[str, pa.Table], algorithm: Grpo, reward: Rewar
             "dropped_reason": pa.array(reasons, pa.string()),
         },
         schema=ADVANTAGE,
-    )
-
-
-def _advantages(
-    rollout: pa.Table, verdicts: pa.Table, kept: Flat, penalty: torch.Tensor | None, how: Grpo
-) -> Advantages:
-    return grpo_advantages(
-        torch.tensor(verdicts["reward"].to_numpy()),
-        torch.tensor(rollout["group_id"].to_numpy()),
-        torch.from_numpy(rollout["num_generated"].to_numpy().astype(np.int64)),
-        torch.from_numpy(kept),
-        how.reward_norm,
-        how.advantage_norm,
-        penalty,
-        how.std_unbiased,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from areal_tasks.store.changes import describe, pending_changes
+from areal_tasks.store.changes import describe, last_change, requested_changes
 from areal_tasks.store.history.journal import Details, append_log
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -26,9 +26,8 @@ class Changes:
 
     def apply(self, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
         """The run and its newest recipe with all pending changes, in force from iteration `first` on."""
-        for change in pending_changes(run.store, run.name, run.segments):
-            if change.n > self._refused:
-                run, recipe = self._apply(change, run, recipe, first)
+        for change in requested_changes(run.store, run.name, max(last_change(run.segments), self._refused)):
+            run, recipe = self._apply(change, run, recipe, first)
         return run, recipe
 
     def _apply(self, change: Change, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:

@@ -32,7 +32,6 @@ from areal_tasks.stages.verify import check_failures, judge, mean_reward, verdic
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.runs import CommittedStage
 from areal_tasks.store.shards import read_table
 from schemas.manifest import InputRef
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
@@ -63,7 +62,10 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     assert isinstance(recipe, (RlhfRecipe, EvaluateRecipe))
     label = f"evaluate version {context.weights.version}"
     source = context.recorded.rejudged() if context.recorded else None
-    samples = recorded_samples(context, source) if source else generated_samples(context, inputs, label)
+    if source:
+        samples = read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)  # without verdicts
+    else:
+        samples = generated_samples(context, inputs, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
@@ -130,11 +132,6 @@ def taken(store: Store, parts: Sequence[Written]) -> pa.Table:
         for shard in table.shards:
             store.remove(shard.path)
     return pa.concat_tables(tables)
-
-
-def recorded_samples(context: Context, source: CommittedStage) -> pa.Table:
-    """The recorded completions without their verdicts."""
-    return read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)
 
 
 def joined(samples: pa.Table, verdicts: pa.Table, version: int) -> pa.Table:

@@ -46,15 +46,14 @@ class Overlap:
         assert self._publication is None and None in (evaluation, self._evaluation), "one of each at a time"
 
         def work() -> Results:
+            """What was published, once the evaluation has begun."""
             published = publish()
             if evaluation is not None:
-                self._evaluate(on_own_server(evaluation, published) if several else evaluation)
+                job = on_own_server(evaluation, published) if several else evaluation
+                self._evaluation = Evaluation(job, in_background(lambda: self._execute([job])[0], job.label))
             return published
 
         self._publication = in_background(work, "publication")
-
-    def _evaluate(self, job: Job) -> None:
-        self._evaluation = Evaluation(job, in_background(lambda: self._execute([job])[0], job.label))
 
     def take(self, evaluation: bool) -> dict[str, Built]:
         """The results of the publication, which this waits for, and those of the evaluation if it has ended.

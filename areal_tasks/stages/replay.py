@@ -193,14 +193,11 @@ def replay_segments(original: Run, origin: Origin, name: str, changes: Sequence[
 
 def _changed(original: Run, origin: Origin, first: int, changes: Sequence[str]) -> tuple[int, Recipe]:
     there = parse_recipe(original.recipe_at(first), original.name)
-    lifted = _lifted(there) if origin.counterfactual else []
+    lifts = origin.counterfactual and isinstance(there, RlhfRecipe)
+    lifted = [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if lifts else []
     recipe = parse_recipe(apply_overrides(parent_values(original, first), lifted), original.name, changes)
     _check_replay(original, origin, there, recipe)
     return first, recipe
-
-
-def _lifted(recipe: Recipe) -> list[str]:
-    return [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if isinstance(recipe, RlhfRecipe) else []
 
 
 def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -> None:

@@ -45,10 +45,6 @@ class Inputs:
             raise KeyError(f"table {table!r} is not among the declared reads {sorted(self.reads)}")
         return next(m.tables[table] for m in self.manifests.values() if table in m.tables)
 
-    def refs(self) -> dict[str, TableRef]:
-        """Every declared table's reference, by name."""
-        return {table: self.ref(table) for table in tables_of(self.reads)}
-
     def read(self, context: Context, table: str) -> pa.Table:
         """The declared columns of `table`, checked against their digests."""
         columns = [c.split(".")[1] for c in self.reads if c.split(".")[0] == table]

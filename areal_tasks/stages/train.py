@@ -7,7 +7,7 @@ from typing import Final
 from areal_tasks.engines.trainer.commands import Train, Trained
 from areal_tasks.engines.trainer.rows import read_of
 from areal_tasks.stages.progress import reported
-from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
+from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns, tables_of
 from schemas.recipe.derived import needs_proximal
 from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
@@ -66,7 +66,7 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
         kind="grpo" if isinstance(context.recipe, RlhfRecipe) else "sft",
         iteration=context.iteration,
         recipe=context.recipe.model_dump(mode="json"),
-        tables=inputs.refs(),
+        tables={table: inputs.ref(table) for table in tables_of(inputs.reads)},
         prefix=prefix,
         same_attempt=same_attempt(context),
     )

@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.commit import bytes_digest, read_record, read_verified
+from areal_tasks.store.commit import bytes_digest, read_record
 from areal_tasks.store.objects.scanned_files import read_file
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import utc
@@ -33,7 +33,6 @@ from schemas.views import COMMITS, SHARDS, STAGES
 
 log = logging.getLogger(__name__)
 
-Refs = Reached[StageRef]
 DERIVED: Final = {"commits": COMMITS, "stages": STAGES, "shards": SHARDS}
 _COMPACTION: Final = re.compile(r"(\d{6,})-(\d{6,})-(\d{3,})-[0-9a-f]+\.json")  # of an attempt; formerly a digest
 
@@ -62,7 +61,7 @@ class Region:
         return parallel(self.run.commit, range(self.first, self.stop))
 
     @cached_property
-    def refs(self) -> Refs:
+    def refs(self) -> Reached[StageRef]:
         """Path of every manifest first selected in this region -> its reference and the first commit with it."""
         known = {ref.path for ref in self.run.commit(self.first - 1).stages} if self.first else set()
         return {path: found for path, found in reachable(self.commits, StageRef).items() if path not in known}
@@ -71,15 +70,10 @@ class Region:
         """The manifests first selected in this region, of these stages (None: of all). Each is read once."""
         wanted = [path for path, (ref, _) in self.refs.items() if stages is None or ref.stage in stages]
         fresh = [path for path in wanted if path not in self.known]
-        for path, manifest in zip(fresh, read_manifests(self.run, self.refs, fresh), strict=True):
+        read = parallel(lambda path: self.run.read_stage(self.refs[path][0]), fresh)
+        for path, manifest in zip(fresh, read, strict=True):
             self.known[path] = Selected(path, manifest, self.refs[path][1])
         return [self.known[path] for path in wanted]
-
-    def shards(self, stages: Set[str], table: str) -> Iterator[tuple[int, ShardRef]]:
-        """The shards of a table that these stages write, with their iterations, in order."""
-        for found in self.selected(stages):
-            if table in found.manifest.tables:
-                yield from ((found.manifest.iteration, shard) for shard in found.manifest.tables[table].shards)
 
     def merged(self, table: str) -> Sequence[CompactFile] | None:
         """The files of the merged table, if there is one with the columns that this version has."""
@@ -103,13 +97,9 @@ class Catalog:
                 found.append(Region(self.run, at, compaction.first))
             found.append(Region(self.run, compaction.first, compaction.stop, compaction))
             at = compaction.stop
-        stop = self._length(at)
+        commit = partial(paths.iteration_commit, self.run.name)
+        stop = last_number(self.run.store, commit, max(at, self.run.first)) + 1
         return [*found, Region(self.run, at, stop)] if stop > at else found
-
-    def _length(self, known: int) -> int:
-        """How many iterations are committed: at least `known`."""
-        first = max(known, self.run.first)
-        return last_number(self.run.store, partial(paths.iteration_commit, self.run.name), first) + 1
 
     @cached_property
     def stages_of(self) -> dict[str, set[str]]:
@@ -119,30 +109,20 @@ class Catalog:
             for table, stages in (region.compaction.stages_of if region.compaction else {}).items():
                 found.setdefault(table, set()).update(stages)
         known = set().union(*found.values())
-        plain: Refs = {}
-        for region in (r for r in self.regions if r.compaction is None):
-            plain |= region.refs
-        one_each = {ref.stage: path for path, (ref, _) in plain.items() if ref.stage not in known}
-        for stage, manifest in zip(one_each, read_manifests(self.run, plain, list(one_each.values())), strict=True):
+        plain = [region for region in self.regions if region.compaction is None]
+        one_each = {ref.stage: ref for region in plain for ref, _ in region.refs.values() if ref.stage not in known}
+        for manifest in parallel(self.run.read_stage, list(one_each.values())):
             for table in manifest.tables:
-                found.setdefault(table, set()).add(stage)
+                found.setdefault(table, set()).add(manifest.stage)
         return found
 
-    def selected(self, stages: Set[str] | None = None) -> list[Selected]:
-        """The selected manifests of these stages (of all), in the order of iterations. Reads each of them."""
-        return [found for region in self.regions for found in region.selected(stages)]
-
-    def shards(self, table: str) -> Iterator[tuple[int, ShardRef]]:
-        """The shards of a table with their iterations, in order."""
-        for region in self.regions:
-            yield from self.shards_of(region, table)
-
-    def shards_of(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
-        """As `shards`, for one region."""
+    def shards(self, region: Region, table: str) -> list[tuple[int, ShardRef]]:
+        """The shards of a table in a region, with their iterations, in order."""
         merged = self.merged(region, "shards", ds.field("table_name") == table)
-        if merged is None:
-            return list(region.shards(self.stages_of[table], table))
-        return [shard for part in merged for shard in shard_refs(part)]
+        if merged is not None:
+            return [shard for part in merged for shard in shard_refs(part)]
+        manifests = [found.manifest for found in region.selected(self.stages_of[table])]
+        return [(m.iteration, shard) for m in manifests if table in m.tables for shard in m.tables[table].shards]
 
     def merged(self, region: Region, table: str, filter: ds.Expression | None = None) -> list[pa.Table] | None:
         """The region's rows of a table in its compaction; None if they must be read from its source files."""
@@ -152,10 +132,6 @@ class Catalog:
         except StoreError as error:
             self.ignore_compactions(error)
             return None
-
-    def merged_files(self, table: str) -> list[CompactFile]:
-        """All files of a merged table that are read in place of its shards."""
-        return [file for region in self.regions if self.compacted for file in region.merged(table) or ()]
 
     def ignore_compactions(self, damage: Exception) -> None:
         """Read the source files from now on, with a warning: a compaction is damaged."""
@@ -189,11 +165,6 @@ def compact_schema(table: str) -> pa.Schema:
     return pa.schema([pa.field("iteration", pa.int32()), *fields])
 
 
-def read_manifests(run: Run, refs: Refs, wanted: list[str]) -> list[StageManifest]:
-    """The manifests at these paths, verified."""
-    return parallel(lambda path: read_verified(run.store, path, refs[path][0].sha256, StageManifest), wanted)
-
-
 def _shard_rows(found: Selected) -> Iterator[dict[str, Any]]:
     for table in found.manifest.tables.values():
         for shard in table.shards:
@@ -207,12 +178,8 @@ def _shard_rows(found: Selected) -> Iterator[dict[str, Any]]:
 
 def _stage_row(found: Selected) -> dict[str, Any]:
     manifest, tables = found.manifest, found.manifest.tables.values()
-    return _provenance(manifest.provenance) | {
-        "iteration": manifest.iteration,
-        "stage": manifest.stage,
-        "key": manifest.key,
-        "attempt": manifest.attempt,
-        "run": manifest.run,
+    return provenance_row(manifest.provenance) | {
+        **manifest.model_dump(include={"iteration", "stage", "key", "attempt", "run"}),
         "tables": list(manifest.tables),
         "shards": sum(len(table.shards) for table in tables),
         "rows": sum(table.rows for table in tables),
@@ -220,37 +187,26 @@ def _stage_row(found: Selected) -> dict[str, Any]:
         "bytes": sum(shard.bytes for table in tables for shard in table.shards),
         "reused": (manifest.run, manifest.provenance.owner) != (found.commit.run, found.commit.provenance.owner),
         "metrics": list(manifest.metrics.items()),
-        "prefect_task_run_id": manifest.provenance.prefect_task_run_id,
         "path": found.path,
     }
 
 
 def _commit_row(commit: IterationCommit) -> dict[str, Any]:
-    return _provenance(commit.provenance) | {
-        "iteration": commit.iteration,
-        "attempt": commit.attempt,
-        "run": commit.run,
+    return provenance_row(commit.provenance) | {
+        **commit.model_dump(include={"iteration", "attempt", "run", "segment", "previous"}),
         "version": commit.weights.version,
         "weights": commit.weights.path,
         "checkpoint_version": commit.checkpoint.version if commit.checkpoint else None,
-        "segment": commit.segment,
         "stages": [ref.stage for ref in commit.stages],
         "state": json.dumps(commit.state),
-        "previous": commit.previous,
     }
 
 
-def _provenance(made: Provenance) -> dict[str, Any]:
+def provenance_row(made: Provenance) -> dict[str, Any]:
+    """The columns of a record's provenance, in all views; a view takes those of its schema."""
     started, committed = utc(made.started), utc(made.committed)
-    return {
-        "started": started,
-        "committed": committed,
-        "seconds": (committed - started).total_seconds(),
-        "host": made.host,
-        "owner": made.owner,
-        "code_version": made.code_version,
-        "prefect_flow_run_id": made.prefect_flow_run_id,
-    }
+    times = {"started": started, "committed": committed, "seconds": (committed - started).total_seconds()}
+    return made.model_dump() | times
 
 
 _DERIVE: Final[dict[str, Callable[[Region], list[dict[str, Any]]]]] = {

@@ -28,17 +28,10 @@ def changed_fields(segments: Sequence[Segment]) -> list[str]:
     return sorted({path for segment in segments if segment.change for path in segment.change.values})
 
 
-def find_change(store: Store, run: str, n: int) -> Change | None:
-    """The n-th requested change; None if there are fewer."""
-    record = find_record(store, paths.change(run, n), ChangeRecord)
-    return record.change if record else None
-
-
-def pending_changes(store: Store, run: str, segments: Sequence[Segment]) -> Iterator[Change]:
-    """The requested changes that no segment applies yet, in order."""
-    n = last_change(segments)
-    while (change := find_change(store, run, n := n + 1)) is not None:
-        yield change
+def requested_changes(store: Store, run: str, after: int = 0) -> Iterator[Change]:
+    """The requested changes from number `after` + 1 on, in order; after `last_change`, those that none applies yet."""
+    while (record := find_record(store, paths.change(run, after := after + 1), ChangeRecord)) is not None:
+        yield record.change
 
 
 def request_change(store: Store, run: str, n: int, values: Mapping[str, Any]) -> Change | None:

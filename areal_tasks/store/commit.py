@@ -41,7 +41,10 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     except Exists:
         existing = decode(store, path, type(record), store.read(path))
     except StoreError as error:
-        existing = _read_back(store, path, record, error)
+        try:
+            existing = decode(store, path, type(record), store.read(path))
+        except StoreError:
+            raise error from None  # the put's error is the cause
     return existing, existing.attempt == record.attempt
 
 
@@ -52,13 +55,6 @@ def append_record(store: Store, path: Callable[[int], str], n: int, make: Callab
     return record
 
 
-def _read_back(store: Store, path: str, record: C, error: StoreError) -> C:
-    try:
-        return decode(store, path, type(record), store.read(path))
-    except StoreError:
-        raise error from None  # the put's error is the cause
-
-
 def read_record(store: Store, path: str, model: type[R]) -> R:
     """The record at `path`.
 
@@ -66,7 +62,11 @@ def read_record(store: Store, path: str, model: type[R]) -> R:
         Missing: there is none.
         UserError: it is damaged, or was written by a newer version of this program.
     """
-    return decode(store, path, model, store.read(path))
+    data = store.read(path)
+    try:
+        return decode(store, path, model, data)
+    except StoreError:  # it may have been corrupted in transit
+        return decode(store, path, model, store.read(path))
 
 
 def find_record(store: Store, path: str, model: type[R]) -> R | None:

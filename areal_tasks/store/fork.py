@@ -69,14 +69,8 @@ def origin_of(record: RunRecord) -> Origin | None:
     """Where a run comes from; None for one that has no parent."""
     if not record.parent:
         return None
-    return Origin(
-        record.parent,
-        record.parent_iteration,
-        "replay" if record.kind == "replay" else "fork",
-        record.counterfactual,
-        record.replay_from,
-        record.replay_until,
-    )
+    own = record.model_dump(include={"parent", "counterfactual", "replay_from", "replay_until"})
+    return Origin(iteration=record.parent_iteration, kind="replay" if record.kind == "replay" else "fork", **own)
 
 
 def read_fork(text: str) -> Origin:

@@ -8,23 +8,22 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Final, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
 
-from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.objects.inventory import check_sha256
+from areal_tasks.store.objects.scanned_files import DamagedCopy
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.scan import LazyDataset, derived_dataset, table_dataset
 from areal_tasks.store.system import system_table
 from schemas.errors import UserError
-from schemas.manifest import FileRef
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
 
 A = TypeVar("A")
@@ -85,8 +84,13 @@ class Session:
         try:
             return work(self.connection)
         except duckdb.Error as error:
-            if any(run.drop_damaged_compactions() for run in self.runs):
-                return self.ask(work)
+            failures = [(run, lazy.failure) for run in self.runs for lazy in run.lazies.values() if lazy.failure]
+            for run, failure in failures:
+                if isinstance(failure, DamagedCopy):
+                    run.catalog.ignore_compactions(failure)
+                    return self.ask(work)
+                if isinstance(failure, UserError):
+                    raise UserError(str(failure)) from error
             raise self._explained(error) from error
 
     def _drop_unused_joins(self, query: str) -> None:
@@ -104,13 +108,6 @@ class Session:
                 run.define(run.unused(words))
 
     def _explained(self, error: duckdb.Error) -> UserError:
-        failures = [lazy.failure for run in self.runs for lazy in run.lazies.values()]
-        for failure in failures:
-            if isinstance(failure, UserError):
-                return UserError(str(failure))
-        for run in self.runs:
-            if (damage := run.damage(merged=False)) is not None:
-                return damage
         names = sorted({name for run in self.runs for name in run.names})
         runs = " and ".join(repr(run.catalog.run.name) for run in self.runs)
         return UserError(f"{error}\nViews of run {runs}: {', '.join(names)}.")
@@ -197,25 +194,6 @@ class RunViews:
         joins = [join for view in self.views for join in view.joins]
         used = {join.table for join in joins if not words.isdisjoint(join.columns.values())}
         return {join.table for join in joins} - used
-
-    def drop_damaged_compactions(self) -> bool:
-        """If a scan failed on a damaged compaction, read the source files from now on; whether it did."""
-        damage = self.damage(merged=True)
-        if damage is not None:
-            self.catalog.ignore_compactions(damage)
-        return damage is not None
-
-    def damage(self, merged: bool) -> StoreError | None:
-        """The error of a damaged shard (or a `merged` file) that made a scan fail; None if it has another cause."""
-        catalog = self.catalog
-        for table in (table for view, table in self.tables_by_view.items() if self.lazies[view].failure):
-            found: Iterator[FileRef] = (shard for _, shard in catalog.shards(table))
-            for file in catalog.merged_files(table) if merged else found:
-                try:
-                    check_sha256(catalog.run.store, file)
-                except StoreError as damage:
-                    return damage
-        return None
 
 
 def _datasets(catalog: Catalog, tables_by_view: Mapping[str, str]) -> dict[str, LazyDataset]:

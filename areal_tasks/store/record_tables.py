@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from areal_tasks.rollout.made_with import made_with
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
-from areal_tasks.store.catalog import Catalog
+from areal_tasks.store.catalog import Catalog, provenance_row
 from areal_tasks.store.changes import describe
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.history.journal import end_of_start, read_log
@@ -112,17 +112,12 @@ def _log_row(line: LogRecord) -> dict[str, Any]:
 
 
 def _segment_row(run: str, segment: Segment) -> dict[str, Any]:
-    made = segment.provenance
-    return {
+    return provenance_row(segment.provenance) | {
         "run": run,
         "segment": segment.n,
         "from_iteration": segment.from_iteration,
         "recipe": json.dumps(read_recorded(segment.recipe)),
         "change": describe(segment.change) if segment.change else None,
-        "host": made.host,
-        "owner": made.owner,
-        "code_version": made.code_version,
-        "committed": utc(made.committed),
     }
 
 
@@ -170,11 +165,8 @@ def _row(owner: OwnerRecord, lines: Mapping[str, LogRecord], committed: datetime
     end = next((line for action, line in lines.items() if action in ENDINGS), None)
     started, ended = utc(owner.started), utc(end.time) if end else committed
     placed = lines.get("placed")
-    return {
+    return owner.model_dump(include={"host", "pid", "prefect_flow_run_id"}) | {
         "owner": owner.n,
-        "host": owner.host,
-        "pid": owner.pid,
-        "prefect_flow_run_id": owner.prefect_flow_run_id,
         "started": started,
         "ended": ended,
         "ended_by": end.action if end else "last commit" if ended else None,

@@ -11,14 +11,13 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from areal_tasks.store.backend import StoreError
 from areal_tasks.store.catalog import Catalog, Region
 from areal_tasks.store.objects.scanned_files import FORMAT, CheckedFiles
 from schemas.tables import REPEATED, TABLES
 
 #: Makes the data set that is scanned.
 Build = Callable[[], ds.Dataset]
-#: Checks fragments, and returns those to scan in their place.
-Check = Callable[[Sequence[Any]], Sequence[Any]]
 
 #: Files that are checked before the first of them is scanned; small ones are then in memory.
 _AT_ONCE: Final = 64
@@ -37,7 +36,7 @@ class CheckedScan:
     dataset: ds.Dataset
     filter: ds.Expression | None
     options: dict[str, Any]
-    check: Check
+    files: CheckedFiles
     recording: Callable[[], AbstractContextManager[None]]
 
     def to_reader(self) -> pa.RecordBatchReader:
@@ -50,8 +49,12 @@ class CheckedScan:
         with self.recording():
             left = list(self.dataset.get_fragments(self.filter))
             for start in range(0, len(left), _AT_ONCE):
-                for batch in self._scanner(self.check(left[start : start + _AT_ONCE]), extra).to_reader():
-                    yield batch.select(names) if extra else batch
+                some = left[start : start + _AT_ONCE]
+                try:
+                    for batch in self._scanner(self.files(some), extra).to_reader():
+                        yield batch.select(names) if extra else batch
+                except (StoreError, pa.ArrowException, OSError) as error:
+                    raise self.files.failed(some, error) from error
 
     def _scanner(self, fragments: Sequence[Any], extra: Sequence[str] = ()) -> ds.Scanner:
         part = ds.FileSystemDataset(fragments, self.dataset.schema, self.dataset.format, self.dataset.filesystem)
@@ -62,19 +65,19 @@ class CheckedScan:
 class LazyDataset(ds.InMemoryDataset):  # type: ignore[misc]
     """A data set that is made when DuckDB asks it for a scanner. An error is kept: DuckDB hides which scan failed."""
 
-    def __init__(self, schema: pa.Schema, build: Build, check: Check = lambda fragments: fragments) -> None:
+    def __init__(self, schema: pa.Schema, build: Build, files: CheckedFiles | None = None) -> None:
         super().__init__(schema.empty_table())
         self.build = build
-        self.check = check
+        self.files = files
         self.failure: Exception | None = None
 
     def scanner(self, columns: Any = None, filter: ds.Expression | None = None, **options: Any) -> ds.Scanner:
         """As `Dataset.scanner`, of the data set that `build` makes."""
         with self.recording():
             dataset = self.build()
-            if isinstance(dataset, ds.InMemoryDataset):
+            if self.files is None:
                 return dataset.scanner(columns=columns, filter=filter, **options)
-            return CheckedScan(dataset, filter, {"columns": columns, **options}, self.check, self.recording)
+            return CheckedScan(dataset, filter, {"columns": columns, **options}, self.files, self.recording)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -116,7 +119,7 @@ def table_dataset(catalog: Catalog, table: str) -> LazyDataset:
         if merged is not None:
             return [files.fragment(file) for file in merged]
         if region.first not in shards:
-            found = catalog.shards_of(region, table)
+            found = catalog.shards(region, table)
             shards[region.first] = [files.fragment(shard, ds.field("iteration") == k) for k, shard in found]
         return shards[region.first]
 

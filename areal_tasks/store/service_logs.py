@@ -11,7 +11,6 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -63,17 +62,17 @@ class LogCopy:
         self.stored = 0
         self._store, self._run, self._name, self._file = store, run, name, file
         self._parts = 0
-        self._unanswered = b""  # a part that may be in the store: nothing else may be put under its number
 
     def __call__(self) -> None:
         """Copy all new bytes, then free disk space of the local file (`rotate`). Raises StoreError or OSError."""
-        while part := self._unanswered or self._new():
-            self._unanswered = part
-            with suppress(Exists):  # it was stored, and the answer was lost
-                self._store.create(self._name.part(self._run, self._parts), part)
-            self._unanswered = b""
+        while part := self._new():
+            path, size = self._name.part(self._run, self._parts), len(part)
+            try:
+                self._store.create(path, part)
+            except Exists:  # a shorter one was stored, and the answer was lost
+                size = self._store.size(path)
             self._parts += 1
-            self.stored += len(part)
+            self.stored += size
         rotate(self._file, self.stored)
 
     def _new(self) -> bytes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.changes import find_change, last_change, pending_changes, request_change
+from areal_tasks.store.changes import last_change, request_change, requested_changes
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.record_tables import running_start
 from areal_tasks.store.runs import Run, load_run
@@ -65,7 +65,7 @@ def request(run: Run, fields: Sequence[str]) -> Change:
     """
     asked = None
     while asked is None:  # else another change has just been asked for, with which this one may not agree
-        waiting = list(pending_changes(run.store, run.name, run.segments))
+        waiting = list(requested_changes(run.store, run.name, last_change(run.segments)))
         values = changes_of(newest_recipe(run, waiting), fields)
         asked = request_change(run.store, run.name, last_change(run.segments) + len(waiting) + 1, values)
     return asked
@@ -82,13 +82,10 @@ def outcome(run: str, change: Change, first: int, running: bool) -> str:
 def show_live(run: Run, as_json: bool) -> None:
     """Print the live fields with their values, and the changes so far with the first iteration of each."""
     check_changeable(run)
-    waiting = list(pending_changes(run.store, run.name, run.segments))
-    values = live_values(newest_recipe(run, waiting))
-    made = {s.change.n: (s.change, str(s.from_iteration)) for s in run.segments if s.change}
-    refused = refusals(run)
-    others = [*refused.keys() - made.keys(), *(one.n for one in waiting)]
-    left = {n: (one, refused.get(n, "waits")) for n in others if (one := find_change(run.store, run.name, n))}
-    changes = [change_row(*one) for _, one in sorted((made | left).items())]
+    asked = list(requested_changes(run.store, run.name))
+    values = live_values(newest_recipe(run, asked[last_change(run.segments) :]))
+    states = refusals(run) | {s.change.n: str(s.from_iteration) for s in run.segments if s.change}
+    changes = [change_row(one, states.get(one.n, "waits")) for one in asked]
     if as_json:
         typer.echo(json.dumps({"run": run.name, "live": values, "changes": changes}, indent=1))
         return

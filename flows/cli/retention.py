@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -124,7 +124,8 @@ def gc(
     items = [plan_run_removal(place, run, rule.older_than)] if whole else _plan_items(place, rule, run)
     done = _remove_items(place, items, rule) if yes else []
     if as_json:
-        show([_item_row(item, yes and item in done) for item in items], True)
+        rows = [asdict(item) | {"files": len(item.files), "removed": item in done} for item in items]
+        show(rows, True)
     else:
         _print_items(items, done, yes)
         if older_than and not whole:
@@ -146,19 +147,6 @@ def _remove_items(store: Store, items: Sequence[Removal], rule: RetentionRule) -
             remove_run(store, item, rule.older_than)
     runs = [item for item in items if item.kind == "run"]
     return [*runs, *remove_planned(store, [item for item in items if item.kind != "run"], rule)]
-
-
-def _item_row(item: Removal, removed: bool) -> dict[str, Any]:
-    return {
-        "run": item.run,
-        "kind": item.kind,
-        "path": item.path,
-        "version": item.version,
-        "files": len(item.files),
-        "bytes": item.bytes,
-        "why": item.why,
-        "removed": removed,
-    }
 
 
 def _print_items(items: Sequence[Removal], done: Sequence[Removal], yes: bool) -> None:

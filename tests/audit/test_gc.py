@@ -27,7 +27,7 @@ from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
 from areal_tasks.store.retention import gc
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.retention.gc import Removal, RetentionRule, _attempts, _used_by_stages, plan_removals
+from areal_tasks.store.retention.gc import Removal, RetentionRule, _used_by_stages, plan_removals
 from areal_tasks.store.retention.gc_live import read_run_files
 from areal_tasks.store.retention.gc_remove import interrupted_removals, plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.run_list import list_runs
@@ -257,7 +257,7 @@ def test_the_files_are_looked_through_once_for_all_stages(folder: Path) -> None:
     run = read_run_files(store, "r", time.time())
     scans = Scanned(run.by_path)
     vars(run)["by_path"] = scans
-    assert not {path for path in _used_by_stages(run, _attempts(run)) if "attempt=dead" in path}
+    assert not {path for path in _used_by_stages(run) if "attempt=dead" in path}
     assert scans.times == 1
 
 

@@ -251,7 +251,7 @@ def test_there_is_nothing_to_start_on(store: Store) -> None:
 def test_weights_that_are_damaged_are_named_though_sglang_reads_them(begin: Begin, store: Store) -> None:
     [file] = [name for name in listed(store, "r/weights") if name.endswith("config.json")]
     Path(store.uri(file)).write_text("[]")
-    with pytest.raises(ServiceFailed, match=r"config\.json is damaged: its 2 bytes do not have the SHA-256"):
+    with pytest.raises(ServiceFailed, match=r"config\.json is damaged: its bytes do not have the SHA-256"):
         begin().wait([NAME])
 
 

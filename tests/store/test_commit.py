@@ -38,6 +38,20 @@ def test_the_first_commit_wins_and_the_second_learns_of_it(store: Store) -> None
     assert commit_once(store, "r/run.json", first) == (first, True)  # a repeat is recognised as mine
 
 
+def test_a_record_whose_bytes_were_altered_in_transit_is_read_again(local_store: Store) -> None:
+    given = record()
+    commit_once(local_store, "r/run.json", given)
+    whole, answers = local_store.read("r/run.json"), list[bytes]()
+
+    def read(path: str) -> bytes:
+        answers.append(whole if answers else whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        return answers[-1]
+
+    local_store.read = read  # type: ignore[method-assign]
+    assert read_record(local_store, "r/run.json", RunRecord) == given
+    assert len(answers) == 2
+
+
 def _race(url: str, folder: Path, seed: int) -> None:
     """Commit the same stages as somebody else does just then; write down who won, and what we have committed."""
     store, outcome = open_store(url), []

@@ -111,7 +111,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         root=root,
         iterations=len(links),
         files=len(found.seen),
-        bytes=found.done,
+        bytes=found.total,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
         removed=tuple(tombstones.values()),
         unselected_files=len(stray) - len(records),
@@ -144,7 +144,7 @@ def _stages(found: Findings, named: Reached[StageRef]) -> dict[str, StageManifes
 def _stage(found: Findings, ref: StageRef, commit: IterationCommit) -> StageManifest | None:
     affects = f"the tables of {ref.stage}, and all that reads them"
     by = paths.iteration_commit(commit.run, commit.iteration)
-    manifest = found.record(ref.path, StageManifest, ref.sha256, by, affects)
+    manifest = found.record(ref.path, StageManifest, ref.sha256, affects)
     if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
         found.report(ref.path, f"is not the result that {by} names", affects)
     return manifest
@@ -181,7 +181,7 @@ def _weights(found: Findings, ref: WeightsRef, tombstones: dict[str, Tombstone])
     affects = f"loading and exporting version {ref.version}"
     if kind == "checkpoint":
         affects = f"restarts, which would retrain from version {ref.version}"
-    manifest = found.record(ref.path, WeightsManifest, ref.sha256, "a commit", affects)
+    manifest = found.record(ref.path, WeightsManifest, ref.sha256, affects)
     if manifest is None:
         return
     folder = common_folder(manifest.files)
@@ -190,7 +190,7 @@ def _weights(found: Findings, ref: WeightsRef, tombstones: dict[str, Tombstone])
         found.report(ref.path, "is not the manifest of these files", affects)
     if ref.path not in tombstones:
         for file in manifest.files:
-            found.add_file(file, ref.path, affects)
+            found.add_file(file, affects)
 
 
 def _check_unwritten(found: Findings, commits: Sequence[IterationCommit], manifests: dict[str, StageManifest]) -> None:
@@ -229,8 +229,8 @@ def _samples(found: Findings, name: str) -> None:
     for folder in found.store.children(f"{name}/system"):
         owner = int(folder.removeprefix("owner="))
         records = found.sequence(f"{name}/system/{folder}", partial(paths.system, name, owner), SystemRecord, 1)
-        for n, record in records.items():
-            found.add_file(record.shard, paths.system(name, owner, n), "the view system")
+        for record in records.values():
+            found.add_file(record.shard, "the view system")
 
 
 def _logs(found: Findings, name: str) -> None:
@@ -244,6 +244,6 @@ def _logs(found: Findings, name: str) -> None:
 def _compactions(found: Findings, name: str) -> None:
     """Check compactions, derived copies that make queries fast; their sources are checked separately."""
     remedy = "nothing: it is a copy; remove it and compact the run again"
-    for path, record in found.folder(paths.compactions(name), Compaction, remedy).items():
+    for record in found.folder(paths.compactions(name), Compaction, remedy).values():
         for file in files_of(record):
-            found.add_file(file, path, remedy)
+            found.add_file(file, remedy)

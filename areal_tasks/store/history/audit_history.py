@@ -4,7 +4,6 @@ with the groups that each commit counts as settled.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from itertools import islice
 from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import bytes_digest
 from areal_tasks.store.history.audit_records import Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
@@ -25,7 +25,7 @@ from schemas.manifest import IterationCommit, LogRecord, RunRecord, Segment, Spo
 
 @dataclass(frozen=True)
 class Link:
-    """A commit in the chain: the digest of its bytes (empty: unreadable), and the commit (None: damaged)."""
+    """A commit in the chain: the digest of its bytes (empty: damaged), and the commit (None: damaged)."""
 
     path: str
     digest: str
@@ -42,7 +42,7 @@ def audit_history(found: Findings, name: str, stop: int | None = None) -> list[L
     last = committed(found.store, name, first)
     numbers = range(first, last if stop is None else min(stop, last))
     own = parallel(lambda k: _link(found, name, k), numbers)
-    root = hashlib.sha256(found.store.read(paths.run_record(name))).hexdigest() if record else ""
+    root = bytes_digest(found.store, paths.run_record(name)) if record else ""
     _check_links(found, inherited[-1] if inherited else Link(paths.run_record(name), root, None), own)
     _check_segments(found, name, own, segments)
     return [*inherited, *own]
@@ -60,14 +60,11 @@ def committed(store: Store, name: str, first: int) -> int:
 def _link(found: Findings, name: str, k: int) -> Link:
     path = paths.iteration_commit(name, k)
     affects = f"everything that iteration {k} selects, and the chain from there on"
-    data = found.read(path, affects)
-    if data is None:
-        return Link(path, "", None)
-    commit = found.decode(path, IterationCommit, data, affects)
+    commit = found.record(path, IterationCommit, affects=affects)
     if commit is not None and (commit.run, commit.iteration) != (name, k):
         found.report(path, f"is the commit of iteration {commit.iteration} of run {commit.run!r}", affects)
         commit = None
-    return Link(path, hashlib.sha256(data).hexdigest(), commit)
+    return Link(path, bytes_digest(found.store, path) if commit else "", commit)
 
 
 def _check_links(found: Findings, before: Link, own: list[Link]) -> None:
@@ -166,7 +163,7 @@ def _shards(found: Findings, name: str, records: Records, links: Sequence[Link])
                 found.add_table(path, table)
             for shard in table.shards if removable else ():
                 if shard.path in present:
-                    found.add_file(shard, path, "nothing: no later iteration takes these groups")
+                    found.add_file(shard, "nothing: no later iteration takes these groups")
 
 
 def check_groups(

@@ -4,7 +4,6 @@ checkpoints, compactions. A defect is listed by the file's path, and the audit c
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,18 +12,18 @@ from functools import partial
 from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.commit import decode
-from areal_tasks.store.objects.inventory import file_digest
+from areal_tasks.store.commit import read_record, read_verified
+from areal_tasks.store.objects.inventory import check_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.search import last_number
-from areal_tasks.store.shards import content_digest
-from schemas.manifest import FileRef, ShardRef, TableRef
-from schemas.record import StoredRecord, seal_holds
+from areal_tasks.store.shards import content_digest, read_shard
+from schemas.manifest import FileRef, TableRef
+from schemas.record import StoredRecord
 
 R = TypeVar("R", bound=StoredRecord)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Findings:
     readers: dict[str, list[str]] = field(default_factory=dict)  # stage manifest -> manifests that read it
     names: dict[str, str] = field(default_factory=dict)  # stage manifest -> `verify of iteration 3`
     groups: dict[str, Counter[int]] = field(default_factory=dict)  # rows by group, of the shards of tables `rollout`
-    queue: list[Callable[[], None]] = field(default_factory=list)
+    queue: list[Callable[[], object]] = field(default_factory=list)
     total: int = 0  # bytes to be hashed
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,39 +64,23 @@ class Findings:
     def report(self, path: str, what: str, affects: str = "") -> None:
         self.defects.append(Defect(path, what, affects))
 
-    def record(self, path: str, model: type[R], sha256: str = "", named_by: str = "", affects: str = "") -> R | None:
-        """The record at `path`; None, and a defect, if it is missing or altered."""
-        data = self.read(path, affects, sha256)
-        if data is None:
-            return None
-        if sha256 and hashlib.sha256(data).hexdigest() != sha256:
-            self.report(path, f"altered: its SHA-256 is not the one that {named_by} names", affects)
-            return None
-        return self.decode(path, model, data, affects)
-
-    def read(self, path: str, affects: str = "", sha256: str = "") -> bytes | None:
-        """The bytes at `path`; None, and a defect, if they cannot be read.
-
-        Bytes with another digest or a broken seal are read again: they may have been corrupted in transit.
-        """
+    def attempt(self, path: str, affects: str, read: Callable[[], T]) -> T | None:
+        """What `read` returns of the file at `path`; None, and a defect, if that is missing or damaged."""
         self.seen.add(path)
         try:
-            data = self.store.read(path)
-            return data if _plausible(path, data, sha256) else self.store.read(path)
+            return read()
         except Missing:
             self.report(path, "missing", affects)
-        except StoreError as error:
-            self.report(path, str(error), affects)
-        return None
-
-    def decode(self, path: str, model: type[R], data: bytes, affects: str = "") -> R | None:
-        """The record in `data`; None, and a defect, if it holds none or its seal is broken."""
-        try:
-            return decode(self.store, path, model, data)
-        except StoreError as error:
+        except (StoreError, pa.ArrowException, OSError) as error:
             what = str(error).removeprefix(self.store.uri(path)).split(". Restore")[0].strip()
             self.report(path, what, affects)
-            return None
+        return None
+
+    def record(self, path: str, model: type[R], sha256: str = "", affects: str = "") -> R | None:
+        """The record at `path`; None, and a defect, if it is missing or damaged."""
+        if sha256:
+            return self.attempt(path, affects, lambda: read_verified(self.store, path, sha256, model))
+        return self.attempt(path, affects, lambda: read_record(self.store, path, model))
 
     def sequence(self, folder: str, path_of: Callable[[int], str], model: type[R], first: int) -> dict[int, R]:
         """The numbered records of `folder`; one that is missing before the last is a defect.
@@ -133,10 +116,11 @@ class Findings:
         if self._claim(*ref.shards):
             self.queue.append(partial(self._table, manifest, ref))
 
-    def add_file(self, file: FileRef, named_by: str, affects: str) -> None:
+    def add_file(self, file: FileRef, affects: str) -> None:
         """Queue a file of any size, to check its length and SHA-256."""
         if self._claim(file):
-            self.queue.append(partial(self._file, file, named_by, affects))
+            check = partial(check_sha256, self.store, file, self._tick)
+            self.queue.append(lambda: self.attempt(file.path, affects, check))
 
     def check_queued(self) -> None:
         """Make all queued checks."""
@@ -157,7 +141,8 @@ class Findings:
 
     def _table(self, manifest: str, ref: TableRef) -> None:
         affects = self.downstream(manifest)
-        parts = [self._shard(shard, manifest, affects) for shard in ref.shards]
+        parts = [self.attempt(s.path, affects, partial(read_shard, self.store, s)) for s in ref.shards]
+        self._tick(sum(shard.bytes for shard in ref.shards))
         sound = [part for part in parts if part is not None]
         if len(sound) < len(parts):
             return
@@ -168,45 +153,6 @@ class Findings:
             self.report(manifest, f"names {ref.rows} rows of {ref.name}; its shards hold {table.num_rows}", affects)
         elif content_digest(table) != ref.digest:
             self.report(manifest, f"the columns of {ref.name} do not have the content digest it names", affects)
-
-    def _shard(self, shard: ShardRef, manifest: str, affects: str) -> pa.Table | None:
-        data = self.read(shard.path, affects, shard.sha256)
-        if data is None:
-            return None
-        self._tick(len(data))
-        if not self._same(shard, hashlib.sha256(data).hexdigest(), len(data), manifest, affects):
-            return None
-        try:
-            return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            self.report(shard.path, f"is not a readable Parquet file ({error})", affects)
-            return None
-
-    def _file(self, file: FileRef, named_by: str, affects: str) -> None:
-        try:
-            digest, size = file_digest(self.store, file.path, self._tick)
-            if digest != file.sha256:  # it may have been corrupted in transit
-                digest, size = file_digest(self.store, file.path)
-        except Missing:
-            self.report(file.path, "missing", affects)
-        except StoreError as error:
-            self.report(file.path, str(error), affects)
-        else:
-            self._same(file, digest, size, named_by, affects)
-
-    def _same(self, file: FileRef, sha256: str, size: int, named_by: str, affects: str) -> bool:
-        if size != file.bytes:
-            self.report(file.path, f"holds {size} bytes, not the {file.bytes} that {named_by} names", affects)
-        elif sha256 != file.sha256:
-            self.report(file.path, f"altered: its SHA-256 is not the one that {named_by} names", affects)
-        return (size, sha256) == (file.bytes, file.sha256)
-
-
-def _plausible(path: str, data: bytes, sha256: str) -> bool:
-    """Whether `data` has the given SHA-256; without one, whether a record's seal holds."""
-    if sha256:
-        return hashlib.sha256(data).hexdigest() == sha256
-    return seal_holds(data) if path.endswith(".json") else True
 
 
 def _listed(names: Sequence[str]) -> str:

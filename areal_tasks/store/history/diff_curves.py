@@ -167,7 +167,8 @@ def compare_replay(store: Store, name: str) -> list[Section]:
     if judged in stages:
         sections += _judgements(store, names, judged, where, _same_rollouts(original, run, head.iteration))
     if "advantage" in stages:
-        shapes = [_column(store, one, _ADVANTAGES.format(where), "advantage") for one in names]
+        tables = [run_sql(store, one, _ADVANTAGES.format(where)) for one in names]
+        shapes = [np.asarray(table["advantage"].to_numpy(), np.float64) for table in tables]
         sections.append(compare_distributions("advantage of a sample", shapes[0], shapes[1], names))
     curves, built = [read_curves(store, one) for one in names], range(run.first, head.iteration + 2)
     common = curves[0].keys() & curves[1].keys()
@@ -212,7 +213,3 @@ def confusion(a: list[str], b: list[str], names: tuple[str, str]) -> Section:
     ]
     changed = sum(count for (old, new), count in pairs.items() if old != new)
     return Section(f"verdicts: {changed} of {len(a)} changed", rows)
-
-
-def _column(store: Store, run: str, query: str, name: str) -> npt.NDArray[np.float64]:
-    return np.asarray(run_sql(store, run, query)[name].to_numpy(), np.float64)

@@ -11,6 +11,7 @@ from typing import Final
 from areal_tasks.store.backend import Store, StoreError, damaged
 from areal_tasks.store.commit import commit_once, decode, read_verified
 from areal_tasks.store.keys import combine_digests
+from areal_tasks.store.objects.inventory import check_sha256, check_size
 from areal_tasks.store.objects.local import file_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.paths import attempt_folder, checkpoint, weights
@@ -62,22 +63,13 @@ def have_file(store: Store, file: FileRef | ShardRef, target: Path) -> None:
 def _materialise(store: Store, file: FileRef | ShardRef, target: Path, verify: bool, fetch: bool) -> None:
     there = target.is_file() and target.stat().st_size == file.bytes
     if not fetch:
-        _check(store, file, target, verify)
+        (check_sha256 if verify else check_size)(store, file)
     elif not there or (verify and file_sha256(target) != file.sha256):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
-        if store.fetch_file(file.path, partial) != file.sha256:  # fetched files are always hashed
-            store.fetch_file(file.path, partial)  # it may have been corrupted in transit
-            _check(store, file, partial, verify=True)
+        if all(store.fetch_file(file.path, partial) != file.sha256 for _ in range(2)):  # it may be torn in transit
+            raise damaged(store, file.path, "its bytes do not have the SHA-256 that was recorded for it")
         partial.replace(target)
-
-
-def _check(store: Store, file: FileRef | ShardRef, target: Path, verify: bool) -> None:
-    size = target.stat().st_size if target.is_file() else store.size(file.path)  # `size` raises Missing
-    if size != file.bytes:
-        raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that its manifest records")
-    if verify and file_sha256(target) != file.sha256:
-        raise damaged(store, file.path, f"its {size} bytes do not have the SHA-256 that its manifest records")
 
 
 def digest_of(files: Sequence[FileRef]) -> str:

@@ -24,6 +24,8 @@ from schemas.errors import first_line
 from schemas.manifest import FileRef
 
 _PIECE: Final = 4 << 20
+#: Called with the size of each piece that was read.
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def store_time(store: Store) -> float:
         store.remove(probe)
 
 
-def file_digest(store: Store, path: str, progress: Callable[[int], None] = lambda read: None) -> tuple[str, int]:
-    """SHA-256, in hex, and length of a file of any size; `progress` gets the size of each piece. Or `Missing`."""
+def file_digest(store: Store, path: str, progress: Progress = lambda read: None) -> tuple[str, int]:
+    """SHA-256, in hex, and length of a file of any size. Or `Missing`."""
     filesystem, root = store.arrow()
     digest, total = hashlib.sha256(), 0
     with _errors(store, path), filesystem.open_input_stream(f"{root}/{path}") as stream:
@@ -140,8 +142,8 @@ def check_size(store: Store, file: FileRef) -> None:
         raise damaged(store, file.path, f"its {size} bytes are not the {file.bytes} that were recorded for it")
 
 
-def check_sha256(store: Store, file: FileRef) -> None:
+def check_sha256(store: Store, file: FileRef, progress: Progress = lambda read: None) -> None:
     """StoreError, with the file's name, unless all its bytes are those that were recorded."""
     expected = (file.sha256, file.bytes)
-    if not any(file_digest(store, file.path) == expected for _ in range(2)):  # it may be corrupted in transit
+    if not any(file_digest(store, file.path, progress) == expected for _ in range(2)):  # it may be corrupted in transit
         raise damaged(store, file.path, "its bytes do not have the SHA-256 that was recorded for it")

@@ -12,10 +12,11 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import verified
-from areal_tasks.store.objects.inventory import check_file, is_small
+from areal_tasks.store.objects.inventory import check_file, check_sha256, is_small
 from areal_tasks.store.parallel import parallel
+from schemas.compaction import CompactFile
 from schemas.manifest import FileRef
 from schemas.tables import REPEATED
 
@@ -27,6 +28,10 @@ FORMAT: Final = ds.ParquetFileFormat(
 #: As much of a table's small files stays in memory for the next query of a session.
 KEPT_BYTES: Final = 32 << 20
 _THREADS: Final = 32  # they wait for the network
+
+
+class DamagedCopy(StoreError):
+    """A merged file is missing or damaged; its rows are in its source files, too."""
 
 
 @dataclass
@@ -52,6 +57,17 @@ class CheckedFiles:
             StoreError: one of them is not what its manifest names.
         """
         return parallel(self._checked, fragments, _THREADS)
+
+    def failed(self, fragments: Sequence[Any], error: Exception) -> Exception:
+        """Why these fragments could not be scanned: the first of their files that is damaged, else `error`."""
+        for file in filter(None, (self.known.get(fragment.path) for fragment in fragments)):
+            try:
+                check_sha256(self.store, file)
+            except StoreError as damage:
+                if isinstance(file, CompactFile):
+                    return DamagedCopy(str(damage))
+                return error if isinstance(error, StoreError) else damage
+        return error
 
     def _checked(self, fragment: Any) -> Any:
         path, file = fragment.path, self.known.get(fragment.path)

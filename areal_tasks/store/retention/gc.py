@@ -78,21 +78,11 @@ def plan_removals(store: Store, rule: RetentionRule, *only: str) -> list[Removal
 
 
 def _of_run(run: RunFiles, named: set[str], needed: set[str], rule: RetentionRule) -> Iterator[Removal]:
-    groups = _attempts(run)
-    yield from _unselected(run, groups, named, rule)
-    yield from _spooled(run, groups, rule)
+    yield from _unselected(run, named, rule)
+    yield from _spooled(run, rule)
     yield from _temporary(run, rule)
-    yield from _compactions(run, groups, rule)
-    yield from _retired(run, groups, needed, named, rule)
-
-
-def _attempts(run: RunFiles) -> dict[str, list[Entry]]:
-    """The files of each attempt's folder."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in run.files:
-        if folder := paths.attempt_folder(entry.path):
-            groups.setdefault(folder, []).append(entry)
-    return groups
+    yield from _compactions(run, rule)
+    yield from _retired(run, needed, named, rule)
 
 
 def _item(run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: int | None = None) -> Removal:
@@ -109,15 +99,13 @@ def _old(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
     return run.now - max(entry.modified for entry in files) >= rule.older_than
 
 
-def _unselected(
-    run: RunFiles, groups: dict[str, list[Entry]], named: set[str], rule: RetentionRule
-) -> Iterator[Removal]:
+def _unselected(run: RunFiles, named: set[str], rule: RetentionRule) -> Iterator[Removal]:
     """Attempts of processes that crashed, and of writers whose record was not the first."""
-    used = _used_by_stages(run, groups)
+    used = _used_by_stages(run)
     versions = {version.folder: version for version in run.versions}
     late = any(not commit.weights.written for commit in run.commits[-1:])  # the next commit may name its weights
     settled = len(run.commits) - late
-    for folder, files in groups.items():
+    for folder, files in run.attempts.items():
         if not _abandoned(run, files, rule):
             continue
         if "/stage=" in folder:
@@ -132,9 +120,9 @@ def _unselected(
                 yield _item(run, "attempt", folder, whole, "no commit selects it")
 
 
-def _used_by_stages(run: RunFiles, groups: dict[str, list[Entry]]) -> set[str]:
+def _used_by_stages(run: RunFiles) -> set[str]:
     """The attempts that stage manifests name. A stage's folder with as many manifests as attempts is not read."""
-    attempts = _by_folder(folder for folder in groups if "/stage=" in folder)
+    attempts = _by_folder(folder for folder in run.attempts if "/stage=" in folder)
     manifests = _by_folder(path for path in run.by_path if path.endswith(".json"))
     used: set[str] = set()
     for stage, folders in attempts.items():
@@ -154,14 +142,14 @@ def _by_folder(found: Iterable[str]) -> dict[str, list[str]]:
     return folders
 
 
-def _spooled(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
+def _spooled(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
     """Rows of groups that no later iteration can take, and attempts that no record names. Records stay."""
-    starts = _by_folder(folder for folder in groups if folder.startswith(f"{paths.spool(run.name)}/"))
+    starts = _by_folder(folder for folder in run.attempts if folder.startswith(f"{paths.spool(run.name)}/"))
     settled = settled_after(run.commits[-1] if run.commits else None)
     for start, folders in starts.items():
         records = _spool_records(run, start)
         for folder in folders:
-            files, record = groups[folder], records.get(folder)
+            files, record = run.attempts[folder], records.get(folder)
             if record is None:
                 if _abandoned(run, files, rule):
                     yield _item(run, "attempt", folder, files, "no record of the spool names it")
@@ -185,10 +173,11 @@ def _temporary(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
             yield _item(run, "temporary", entry.path, [entry], "it was never finished")
 
 
-def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionRule) -> Iterator[Removal]:
+def _compactions(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
     """Compactions that larger or newer ones have replaced, or that are not valid."""
     kept = {paths.compact_attempt(run.name, record.attempt) for record in valid_compactions(run.run)}
-    found = {folder: files for folder, files in groups.items() if folder.startswith(f"{paths.compactions(run.name)}/")}
+    below = f"{paths.compactions(run.name)}/"
+    found = {folder: files for folder, files in run.attempts.items() if folder.startswith(below)}
     for path in (name.path for name in list_compactions(run.store, run.name) if name.path in run.by_path):
         folder = paths.compact_attempt(run.name, read_record(run.store, path, Compaction).attempt)
         # the manifest goes first: audit reads what it names
@@ -199,15 +188,13 @@ def _compactions(run: RunFiles, groups: dict[str, list[Entry]], rule: RetentionR
             yield _item(run, "compaction", folder, files, "another one replaces it")
 
 
-def _retired(
-    run: RunFiles, groups: dict[str, list[Entry]], kept: set[str], named: set[str], rule: RetentionRule
-) -> Iterator[Removal]:
+def _retired(run: RunFiles, kept: set[str], named: set[str], rule: RetentionRule) -> Iterator[Removal]:
     """Versions that commits select, and that are older than the newest ones to keep."""
     for kind, keep in (("weights", rule.keep_weights), ("checkpoint", rule.keep_checkpoints)):
-        stored = [v for v in run.versions if v.kind == kind and v.path in named and v.folder in groups]
+        stored = [v for v in run.versions if v.kind == kind and v.path in named and v.folder in run.attempts]
         newest = sorted({v.version for v in stored}, reverse=True)[:keep]  # all where no rule is given
         for version in stored:
-            files = groups[version.folder]
+            files = run.attempts[version.folder]
             if _old(run, files, rule) and version.version not in newest and version.path not in kept:
                 why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"
                 yield _item(run, kind, version.folder, files, why, version.version)

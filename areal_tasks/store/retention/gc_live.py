@@ -61,6 +61,15 @@ class RunFiles:
         return {entry.path: entry for entry in self.files}
 
     @cached_property
+    def attempts(self) -> dict[str, list[Entry]]:
+        """The files of each attempt's folder."""
+        groups: dict[str, list[Entry]] = {}
+        for entry in self.files:
+            if folder := paths.attempt_folder(entry.path):
+                groups.setdefault(folder, []).append(entry)
+        return groups
+
+    @cached_property
     def newest(self) -> float:
         """When anything of the run was last written."""
         return max((entry.modified for entry in self.files), default=0.0)
