@@ -46,7 +46,7 @@ from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learner, Work
-from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.local import LocalBackend, ReplicatedBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
 from areal_tasks.engines.trainer.ranks import end_group, gather_texts
 from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
@@ -74,9 +74,9 @@ def make_backend(settings: Settings) -> LocalBackend:
     Raises:
         UserError: DeepSpeed is not installed.
     """
-    made_by = {"local": LocalBackend, "fsdp2": Fsdp2Backend}.get(settings.trainer.backend)
-    if made_by is not None:
-        return made_by(settings.trainer, settings.model)
+    plain = {"local": LocalBackend, "fsdp2": Fsdp2Backend, "deepspeed": ReplicatedBackend}
+    if settings.trainer.backend != "deepspeed" or settings.trainer.zero_stage == 0:
+        return plain[settings.trainer.backend](settings.trainer, settings.model)
     try:  # it is optional, and imported only if a recipe names it
         from areal_tasks.engines.trainer.deepspeed_backend import DeepSpeedBackend
     except ModuleNotFoundError as error:
