@@ -1,7 +1,7 @@
 """The processes of a `Group`: which process starts the others, the device of each, and how all end when one does.
 
 Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
-with the environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
+with the environment that torchrun would give them.
 The others hold the read end of a pipe whose write end only rank 0 has, so they end with rank 0 however it ends;
 rank 0 ends, with everything in its process group, as soon as one of them does. Their collectives use gloo between CPUs;
 NCCL between GPUs, with gloo for tensors on the host.
@@ -57,7 +57,7 @@ class Place:
     local_rank: int
     world: int
     local_world: int
-    spawned: bool  # by torchrun or by the first rank of its machine
+    spawned: bool  # by the first rank of its machine
 
 
 def environment(place: Place, host: str, port: int) -> dict[str, str]:
@@ -68,23 +68,10 @@ def environment(place: Place, host: str, port: int) -> dict[str, str]:
 
 
 def find_place(settings: Trainer, given: Mapping[str, str], node: int = 0) -> Place:
-    """This process's place in a trainer of `settings.ranks` ranks, if it was started on machine number `node`.
-
-    Raises:
-        UserError: torchrun started another number of processes, or runs on several machines.
-    """
-    here = settings.ranks // settings.nodes
-    if not {"RANK", "WORLD_SIZE"} <= given.keys():
-        return Place(node * here, 0, settings.ranks, here, spawned=False)
-    world = int(given["WORLD_SIZE"])
-    if world != settings.ranks:
-        raise UserError(
-            f"trainer.ranks: the recipe asks for {settings.ranks}, but WORLD_SIZE is {world}; make them equal"
-        )
-    if int(given.get("LOCAL_WORLD_SIZE", world)) != here:
-        raise UserError(f"trainer.nodes: the recipe asks for {here} ranks on each machine, and torchrun started others")
-    rank = int(given["RANK"])
-    return Place(rank, int(given.get("LOCAL_RANK", rank)), world, here, spawned=True)
+    """This process's place on machine number `node` of a trainer of `settings.ranks` ranks."""
+    here, spawned = settings.ranks // settings.nodes, "RANK" in given
+    local_rank = int(given["LOCAL_RANK"]) if spawned else 0
+    return Place(node * here + local_rank, local_rank, settings.ranks, here, spawned)
 
 
 def cpu_threads(settings: Trainer) -> int:
@@ -113,10 +100,9 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
 
 
 def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
-    """The key-value store of the group: this process serves it, or torchrun or rank 0 does."""
-    master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    """The key-value store of the group, which rank 0 serves."""
     at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (spec.address, 0)
-    if master:
+    if place.rank == 0:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
             register(rendezvous(spec), f"tcp://{url_host(store.host)}:{store.port}")
