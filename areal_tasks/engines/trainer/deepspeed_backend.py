@@ -42,7 +42,7 @@ from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Whic
 from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.optimizer import parameter_groups, prepare_state
+from areal_tasks.engines.trainer.optimizer import parameter_groups, prepare_state, whole
 from areal_tasks.engines.trainer.policy import Policy, empty_policy, fill_policy, prepare, read_policy
 from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
@@ -156,22 +156,22 @@ class DeepSpeedBackend(LocalBackend):
 
     def _read(self, parameter: Tensor) -> Parameter:
         """This rank's rows of a parameter's fp32 weight and state; DeepSpeed gathers each whole on all ranks."""
-        whole = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-        whole["weight"] = safe_get_full_fp32_param(parameter)
-        return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in whole.items()}}
+        full = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+        full["weight"] = safe_get_full_fp32_param(parameter)
+        return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in full.items()}}
 
     def _empty(self, parameter: Tensor) -> Parameter:
         """Tensors shaped like those of `_read`, to be filled."""
-        whole = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32, device="meta")
-        return {"step": torch.zeros(()), **{key: self._rows(whole) for key in ("weight", *MOMENTS)}}
+        full = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32, device="meta")
+        return {"step": torch.zeros(()), **{key: self._rows(full) for key in ("weight", *MOMENTS)}}
 
-    def _rows(self, whole: Tensor) -> Tensor:
-        """This rank's share of `whole`, in host memory."""
-        parts = whole.chunk(self.world)
-        mine = parts[self.rank] if self.rank < len(parts) else whole[:0]
+    def _rows(self, full: Tensor) -> Tensor:
+        """This rank's share of `full`, in host memory."""
+        parts = full.chunk(self.world)
+        mine = parts[self.rank] if self.rank < len(parts) else full[:0]
         local = torch.empty(mine.shape) if mine.is_meta else mine.cpu().clone()
         share: Tensor = DTensor.from_local(
-            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            local, self.mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
         )
         return share
 
@@ -181,8 +181,8 @@ class DeepSpeedBackend(LocalBackend):
         for count in self._counts():
             count.copy_(rows["step"])
         for key in MOMENTS:
-            safe_set_full_optimizer_state(parameter, _whole(rows[key]).to(self.device), key)
-        weight = _whole(rows["weight"]).to(self.device)
+            safe_set_full_optimizer_state(parameter, whole(rows[key]).to(self.device), key)
+        weight = whole(rows["weight"]).to(self.device)
         safe_set_full_fp32_param(parameter, weight)
         with self._gathered(parameter, modified=True):
             parameter.data.copy_(weight)
@@ -251,10 +251,6 @@ def _share_of(tensor: Any) -> Share:
     part, size = tensor.ds_tensor, tensor.ds_tensor.ds_numel
     start = min(size * dist.get_rank(), tensor.ds_numel)
     return Share(part.narrow(0, 0, min(size, tensor.ds_numel - start)), tensor.ds_shape, start)
-
-
-def _whole(rows: Tensor) -> Tensor:
-    return cast(Tensor, cast(Any, rows).full_tensor())
 
 
 def make_config(settings: Trainer, model: Model) -> dict[str, Any]:

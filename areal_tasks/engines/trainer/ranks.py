@@ -25,7 +25,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from schemas.errors import UserError
 from schemas.manifest import ServiceRecord
 from schemas.recipe.training import Trainer
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
@@ -232,13 +233,13 @@ def ranks_here() -> tuple[int, int, torch.device]:
     return rank, world, rank_device(local_rank, local_world)
 
 
-def gather_texts(mine: str) -> list[str]:
-    """A text of each rank, in order, of any length: the ranks' key-value store takes no value above 8 MiB."""
+def gather(mine: T) -> list[T]:
+    """An object of each rank, in order, of any size: the ranks' key-value store takes no value above 8 MiB."""
     if not dist.is_initialized():
         return [mine]
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, mine)
-    return texts
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def lead(name: str, at: tuple[str, int], size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
