@@ -37,7 +37,6 @@ from deepspeed.utils import (
 )
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
@@ -91,11 +90,10 @@ class DeepSpeedBackend(LocalBackend):
         """As `LocalBackend.load`; ZeRO splits what its stage says."""
         torch.manual_seed(seed)
         self._forget()
-        policy = prepare(self._load(weights), self.settings)
-        self.optimizer = GatedAdamW(
-            parameter_groups(policy.named_parameters(), self.settings), lr=self.settings.lr, fused=True
-        )
-        self.models["policy"] = self._wrap(policy, self.optimizer)
+        self.master = prepare(self._load(weights), self.settings)
+        groups = parameter_groups(self.master.named_parameters(), self.settings)
+        self.optimizer = GatedAdamW(groups, lr=self.settings.lr, fused=True)
+        self.models["policy"] = self._wrap(self.master, self.optimizer)
         for shard in self._shards():
             prepare_state(self.optimizer, shard)
         if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # stages 1, 2: links the state
@@ -131,23 +129,20 @@ class DeepSpeedBackend(LocalBackend):
         self.gradients = False
         return float(self.engine.get_global_grad_norm())
 
-    def names(self) -> Names:
-        return self._policy().names
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._policy().model.named_parameters():
+        for name, parameter in self.master.model.named_parameters():
             with self._gathered(parameter):
                 yield name, parameter.detach().to(self.dtype, copy=True)
-        yield from self._policy().saved_buffers()
+        yield from self.master.saved_buffers()
 
     def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
         """As `LocalBackend.plan_checkpoint`: the format does not depend on the backend."""
-        held = {name: self._read(parameter) for name, parameter in self._policy().model.named_parameters()}
+        held = {name: self._read(parameter) for name, parameter in self.master.model.named_parameters()}
         return Saving(folder, held, progress, copies=True)
 
     def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
         """As `LocalBackend.load_checkpoint`, on any stage and number of ranks."""
-        named = dict(self._policy().model.named_parameters())
+        named = dict(self.master.model.named_parameters())
         held = {name: self._empty(parameter) for name, parameter in named.items()}
         progress = load_parameters(folder, held, fetch)
         for name, parameter in named.items():
@@ -217,9 +212,6 @@ class DeepSpeedBackend(LocalBackend):
             buffer.data = exact  # includes rotary frequencies, whose rounding would corrupt long sequences
         return engine
 
-    def _policy(self) -> Policy:
-        return cast(Policy, self.engine.module)
-
     def _shards(self) -> list[Tensor]:
         """What the optimizer updates: this rank's flat fp32 part of all weights."""
         if self.settings.zero_stage == 3:
@@ -240,8 +232,8 @@ class DeepSpeedBackend(LocalBackend):
         """Free what a load replaces before the load allocates memory."""
         if "policy" in self.models:
             self.engine.destroy()
-            del self.models["policy"], self.optimizer
-            self.gradients = False
+        super()._forget()
+        self.gradients = False
 
 
 def _share_of(tensor: Any) -> Share:
