@@ -33,13 +33,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import HOST, family, group_interface, url_host
-from areal_tasks.engines.service import TOKEN, ServiceSpec, register
+from areal_tasks.engines.service import TOKEN, ServiceSpec, register, registered
 from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.store.backend import Missing, open_store
-from areal_tasks.store.commit import read_record
-from areal_tasks.store.paths import service as service_path
+from areal_tasks.store.backend import open_store
 from schemas.errors import UserError
-from schemas.manifest import ServiceRecord
 from schemas.recipe.training import Trainer
 
 T = TypeVar("T")
@@ -119,12 +116,11 @@ def rendezvous(spec: ServiceSpec) -> ServiceSpec:
 
 def _find_first(spec: ServiceSpec) -> tuple[str, int]:
     """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
-    path, store = service_path(spec.run, spec.owner, rendezvous(spec).name, spec.restart), open_store(spec.store_url)
-    while True:
-        with suppress(Missing):
-            host, _, port = read_record(store, path, ServiceRecord).url.removeprefix("tcp://").rpartition(":")
-            return host.strip("[]"), int(port)
+    store = open_store(spec.store_url)
+    while (url := registered(store, rendezvous(spec))) is None:
         time.sleep(FIND_SECONDS)
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 # ── the other ranks' processes ──────────────────────────────────────────────────────────────────────────────────────

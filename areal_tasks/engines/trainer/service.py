@@ -93,7 +93,7 @@ class Change:
 
 
 class Trainer:
-    """The state that commands act on. Not thread-safe: `process` runs one command at a time (but see `KEPT` there)."""
+    """The state that commands act on. Not thread-safe: `process` runs one command at a time (see `commands.KEPT`)."""
 
     def __init__(self, spec: ServiceSpec, group: Group | None = None) -> None:
         self.group = group or Group()
