@@ -77,7 +77,6 @@ class DeepSpeedBackend(LocalBackend):
 
     def __init__(self, settings: Trainer, model: Model) -> None:
         super().__init__(settings, model)
-        self.model_settings = model
         self.rank, self.world, self.device = ranks_here()
         self.optimizer: GatedAdamW
         self.models: dict[Which, Any] = {}  # the policy inside DeepSpeed's engine
@@ -192,7 +191,7 @@ class DeepSpeedBackend(LocalBackend):
         if self.settings.zero_stage < 3:
             return read_policy(weights, self.settings, self.device, self.dtype)
         policy = empty_policy(weights, self.settings)
-        config = make_config(self.settings, self.model_settings)
+        config = make_config(self.settings, self.dtype)
 
         def partitioned(parameter: nn.Parameter) -> nn.Parameter:
             made = with_memory(parameter, self.device, self.dtype)
@@ -205,7 +204,7 @@ class DeepSpeedBackend(LocalBackend):
 
     def _wrap(self, policy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """DeepSpeed's engine of the policy."""
-        config = make_config(self.settings, self.model_settings)
+        config = make_config(self.settings, self.dtype)
         buffers = [buffer.clone() for buffer in policy.buffers()]
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
         for buffer, exact in zip(policy.buffers(), buffers, strict=True):
@@ -245,7 +244,7 @@ def _share_of(tensor: Any) -> Share:
     return Share(part.narrow(0, 0, min(size, tensor.ds_numel - start)), tensor.ds_shape, start)
 
 
-def make_config(settings: Trainer, model: Model) -> dict[str, Any]:
+def make_config(settings: Trainer, dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's configuration: one optimizer step per minibatch, of any number of passes."""
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.cpu_offload:
@@ -258,7 +257,7 @@ def make_config(settings: Trainer, model: Model) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": model.dtype == "bfloat16"},
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }
