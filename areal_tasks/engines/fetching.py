@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Final
@@ -19,7 +19,6 @@ from typing import Final
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import common_folder, digest_of, materialise
-from areal_tasks.store.parallel import concurrently
 from schemas.errors import UserError
 from schemas.manifest import FileRef, WeightsManifest
 
@@ -37,16 +36,6 @@ class Fetched:
     def __init__(self) -> None:
         self._before, self._last = ExitStack(), ExitStack()
 
-    @contextmanager
-    def opened(self, store: Store, weights: AbstractContextManager[Path]) -> Iterator[Path]:
-        """The folder of `weights`, which are newer than all before. Those of a store on this machine are not held."""
-        if store.local("") is None:
-            yield self.hold(weights)
-            return
-        self.release_older()
-        with weights as folder:
-            yield folder
-
     def hold(self, folder: AbstractContextManager[Path]) -> Path:
         """Use `folder`, which holds newer weights than all before."""
         self.release_older()
@@ -63,25 +52,20 @@ class Fetched:
         self._last.close()
 
 
-@contextmanager
-def local_weights(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
-    """A folder of this machine with these files, which engines load inside this context.
+def local_weights(store: Store, files: Sequence[FileRef]) -> AbstractContextManager[Path]:
+    """A folder of this machine with these files, verified, which engines load inside this context.
 
-    Those of a store on this machine are hashed meanwhile, which takes as long; others are fetched into memory.
+    Those of a store on this machine are loaded from there; others are fetched into memory.
 
     Raises:
-        UserError: a file is damaged; possibly raised only on leaving.
+        UserError: a file is damaged; possibly raised only on entering.
     """
     if (folder := store.local(common_folder(files))) is None:
-        with in_memory(store, files) as fetched:
-            yield fetched
-        return
-    with concurrently(lambda: materialise(store, files, folder, verify=True)):
-        yield folder
+        return in_memory(store, files)
+    return nullcontext(materialise(store, files, folder, verify=True))
 
 
-@contextmanager
-def weights_folder(store: Store, source: str) -> Iterator[Path]:
+def weights_folder(store: Store, source: str) -> AbstractContextManager[Path]:
     """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names.
 
     Errors as of `local_weights`.
@@ -90,10 +74,8 @@ def weights_folder(store: Store, source: str) -> Iterator[Path]:
     if "://" in source and not source.startswith(stem):
         raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
     if not source.startswith(stem) or Path(source).is_dir():
-        yield Path(source)
-        return
-    with local_weights(store, read_record(store, source.removeprefix(stem), WeightsManifest).files) as folder:
-        yield folder
+        return nullcontext(Path(source))
+    return local_weights(store, read_record(store, source.removeprefix(stem), WeightsManifest).files)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -121,15 +120,15 @@ class WeightsSource:
         folder = self.store.local(common_folder(read_weights(self.store, ref).files))
         return ref.version, name_of(ref), str(folder) if folder else None
 
-    @contextmanager
-    def opened(self, ref: WeightsRef) -> Iterator[str]:
-        """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary."""
+    def ready(self, ref: WeightsRef) -> str:
+        """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary.
+
+        Raises:
+            UserError: a file is damaged.
+        """
         if self.reads_store:
-            yield self.store.uri(ref.path)
-            return
-        weights = local_weights(self.store, read_weights(self.store, ref).files)
-        with self.fetched.opened(self.store, weights) as folder:
-            yield str(folder)
+            return self.store.uri(ref.path)
+        return str(self.fetched.hold(local_weights(self.store, read_weights(self.store, ref).files)))
 
 
 def read_store(recipe: Recipe, external: Sequence[str]) -> bool:

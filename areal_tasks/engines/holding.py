@@ -30,7 +30,7 @@ def held_server(servers: Servers, ref: WeightsRef) -> Iterator[InferenceClient]:
         stack.callback(source.fetched.close)
         version, name, where = source.target(ref)
         if not current:
-            where = stack.enter_context(source.opened(ref))
+            where = source.ready(ref)
         servers.loop.run(own.holding(version, name, where))
         servers.loop.run(own.sync({server.url: server.start}, [server.url] if current else []))
         servers.holder = own

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer.commands import KEPT
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.launchers.supervisor import Service
 from areal_tasks.launchers.usage import Usage, measure
@@ -27,8 +28,6 @@ Queue = tuple[int, int | None]  # what is being worked on, and what waits
 FLOW: Final = "flow"
 #: The run counts as waiting for the store if an operation takes longer.
 STORE_SECONDS: Final = 0.5
-#: Commands that the trainer runs concurrently with training, or while it waits for groups.
-KEPT: Final = frozenset({"publish", "send"})
 #: What a wait of the run is for, by the first word of its name; names with other first words are stages or commands.
 CAUSES: Final = {
     "to": "a person",

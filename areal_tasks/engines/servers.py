@@ -322,9 +322,8 @@ class Servers:
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:
         """Have the servers load committed weights from the store, or from a folder of this machine."""
-        with self.weights.opened(ref) as where:
-            update = partial(client.update_weights, where, ref.version, name_of(ref))
-            loads = self._proof.of(client, lambda: self.call(update()))
+        update = partial(client.update_weights, self.weights.ready(ref), ref.version, name_of(ref))
+        loads = self._proof.of(client, lambda: self.call(update()))
         if len(loads) == self.count:
             self.weights.fetched.close()
         return loads

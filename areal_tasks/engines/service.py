@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Any, Final
@@ -28,7 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_tasks.engines.ports import HOST, listen, url_host
 from areal_tasks.engines.tls import CERTIFICATE, KEY
-from areal_tasks.store.backend import Unavailable, open_store
+from areal_tasks.store.backend import Missing, Store, Unavailable, open_store
+from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
@@ -227,3 +228,10 @@ def register(spec: ServiceSpec, url: str) -> None:
         started=datetime.now(UTC).isoformat(),
     )
     open_store(spec.store_url).create(service_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
+
+
+def registered(store: Store, spec: ServiceSpec) -> str | None:
+    """The address that this start of a service has registered; None: it is not ready."""
+    with suppress(Missing):
+        return read_record(store, service_path(spec.run, spec.owner, spec.name, spec.restart), ServiceRecord).url
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -15,19 +14,17 @@ from functools import partial, partialmethod
 from pathlib import Path
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, registered
 from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.choice import make_launcher
 from areal_tasks.launchers.cluster import ANY, PREEMPTED, Resources
 from areal_tasks.launchers.protocol import Handle, Job
 from areal_tasks.launchers.starts import Starting
-from areal_tasks.store.backend import Missing, Store, Unavailable
-from areal_tasks.store.commit import read_record
+from areal_tasks.store.backend import Store, Unavailable
 from areal_tasks.store.parallel import in_background, parallel
-from areal_tasks.store.paths import service as service_path
 from areal_tasks.store.service_logs import KEPT_BYTES, LogName
 from schemas.errors import UserError
-from schemas.manifest import ServiceRecord, WeightsRef
+from schemas.manifest import WeightsRef
 from schemas.recipe.launcher import Launcher as LauncherSettings
 
 log = logging.getLogger(__name__)
@@ -269,13 +266,10 @@ class Supervisor:
 
     def _find(self, service: Service) -> None:
         """Set the address of a service that is ready. One that takes too long is ended; a first start then fails."""
-        spec = service.spec
-        path = service_path(spec.run, spec.owner, spec.name, spec.restart)
-        with contextlib.suppress(Missing):
-            service.url = read_record(self.store, path, ServiceRecord).url
-            return
         now, late = time.monotonic(), ""
-        if any(one.handle.waiting() for one in self._members(service)):  # it waits for those of its group
+        if (url := registered(self.store, service.spec)) is not None:
+            service.url = url
+        elif any(one.handle.waiting() for one in self._members(service)):  # it waits for those of its group
             service.started = now
             if now > service.submitted + self.settings.queue_seconds:
                 late = f"was given no machine within launcher.queue_seconds = {self.settings.queue_seconds:g}."

@@ -11,7 +11,7 @@ import torch
 
 from areal_tasks.engines.client import GenerateRequest
 from areal_tasks.engines.handover import write_weights
-from areal_tasks.engines.trainer.objective import agreement, agreement_totals, check_agreement, gaps, outside
+from areal_tasks.engines.trainer.objective import agreement, agreement_totals, check_agreement, differences
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from areal_tasks.store.backend import Store
@@ -123,8 +123,7 @@ def check_servers(context: Context, train: StageManifest) -> dict[str, float]:
     if len(by_server) != len(by_trainer):
         asked = ", ".join(sorted({result.server for result in results}))
         raise UserError(f"the servers ({asked}) scored {len(by_server)} of {len(by_trainer)} tokens of prompts")
-    totals = agreement_totals(gaps(by_trainer, by_server), outside(by_trainer, by_server))
-    found = agreement([[total] for total in totals])
+    found = agreement(*agreement_totals(differences(by_trainer, by_server)))
     said = f"The servers were to generate with version {requests[0].floor}."
     check_agreement(found, recipe.algorithm.max_logprob_gap, len(by_server), said)
     return found | {"compared": float(len(by_server))}

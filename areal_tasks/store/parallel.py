@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
@@ -34,19 +33,3 @@ def in_background(work: Callable[[], B], name: str) -> Future[B]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return found
-
-
-@contextmanager
-def concurrently(work: Callable[[], B]) -> Iterator[Future[B]]:
-    """Run `work` in another thread during the block, and wait for it on exit, which raises its error.
-
-    That error replaces an `Exception` of the block, but no exception that ends the process, like KeyboardInterrupt.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(work)
-        try:
-            yield found
-        except Exception:
-            found.result()  # the thread's error is the cause
-            raise
-        found.result()

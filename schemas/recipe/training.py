@@ -151,7 +151,9 @@ class Trainer(Section):
     )
     gpus: list[int] = operational([], description="GPUs of the ranks, by number; empty: the first ones.")
     zero_stage: Literal[0, 1, 2, 3] = operational(
-        2, description="DeepSpeed: what is sharded over the ranks: 1 optimizer, 2 gradients too, 3 weights too."
+        2,
+        description="DeepSpeed: what is sharded over the ranks: 0 nothing (then without DeepSpeed), 1 optimizer, "
+        "2 gradients too, 3 weights too.",
     )
     cpu_offload: bool = operational(False, description="Keep optimizer state in host memory: slower, saves GPU memory.")
     gradient_checkpointing: bool = operational(

@@ -107,7 +107,7 @@ def test_who_asks_while_the_files_are_hashed_waits_for_what_is_found(
     flip(engines)
     with ThreadPoolExecutor(2) as pool, held_back(fetching, "materialise") as go_on:
         first = pool.submit(engines.servers.inference)
-        wait_until(lambda: engines.servers._client is not None and engines.servers._client.version == VERSION)
+        wait_until(lambda: engines.servers._client is not None)  # the first holds the lock
         second = pool.submit(engines.servers.inference)
         wait_until(lambda: lock.event.is_set() or second.done(), "the second at the lock")
         waited = not second.done()

@@ -24,7 +24,6 @@ from areal_tasks.store.backend import Missing, Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import upload
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.parallel import concurrently
 from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
@@ -185,15 +184,3 @@ def test_a_server_is_not_waited_for_where_no_thread_gives_the_weights_that_all_l
             servers.call(holding, generates=client)
         assert client.stuck and len(client.healthy()) == 2 and not client.held()
         check(engines, loaders)
-
-
-def test_the_failure_beside_a_failure_is_told_but_never_over_an_interrupt() -> None:
-    def fails() -> None:
-        raise StoreError("the disk is full")
-
-    with pytest.raises(StoreError, match="full"), concurrently(fails):
-        raise ServerDown("no answer")
-    with pytest.raises(KeyboardInterrupt), concurrently(fails):
-        raise KeyboardInterrupt
-    with pytest.raises(StoreError, match="full"), concurrently(fails):
-        pass

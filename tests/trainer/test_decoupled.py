@@ -28,9 +28,8 @@ from areal_tasks.engines.trainer.objective import (
     agreement,
     agreement_totals,
     check_agreement,
-    gaps,
+    differences,
     grpo_objective,
-    outside,
 )
 from areal_tasks.engines.trainer.plan import make_plan
 from areal_tasks.engines.trainer.rows import grpo_batch
@@ -228,7 +227,7 @@ def test_the_summary_weighs_by_tokens_and_leaves_out_what_nobody_measured() -> N
 
 def test_the_error_says_what_was_measured_and_what_to_do() -> None:
     pair = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -1.02])
-    found = agreement([[one] for one in agreement_totals(gaps(*pair), outside(*pair))])
+    found = agreement(*agreement_totals(differences(*pair)))
     assert found["ratio_outside"] == 0.5
     check_agreement(found, 0.17, 2)
     with pytest.raises(Declined) as caught:
@@ -240,7 +239,7 @@ def test_the_error_says_what_was_measured_and_what_to_do() -> None:
 @given(st.sampled_from(["proximal", "behaviour"]))
 def test_a_gap_that_is_not_a_number_is_left_to_the_loss(which: str) -> None:
     pair = {"proximal": torch.zeros(2), "behaviour": torch.zeros(2), which: torch.tensor([0.0, math.nan])}
-    found = agreement([[one] for one in agreement_totals(gaps(**pair), outside(**pair))])
+    found = agreement(*agreement_totals(differences(**pair)))
     assert all(math.isnan(value) for value in found.values())
     check_agreement(found, 0.1, 2)
 

@@ -78,6 +78,6 @@ def test_no_rank_changes_its_copy_before_the_first_has_the_lock(world: World, mo
         met.append((free, torch.equal(trainer.snapshot.tensors[name], before), given))
 
     monkeypatch.setattr(trainer.group, "together", lambda _work: see(False))
-    monkeypatch.setattr("areal_tasks.engines.trainer.service.gather_texts", meet)
+    monkeypatch.setattr("areal_tasks.engines.trainer.service.gather", meet)
     trainer.keep(Keep(owner=1, version=1))
     assert met == [(False, True, False), (False, False, True)]

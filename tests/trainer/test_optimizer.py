@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from areal_tasks.engines.trainer import checkpoint, checkpoint_files
 from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.fsdp2 import whole
 from areal_tasks.engines.trainer.optimizer import (
     clip_gradients,
     learning_rate,
@@ -27,6 +26,7 @@ from areal_tasks.engines.trainer.optimizer import (
     make_optimizer,
     prepare_state,
     step_at,
+    whole,
 )
 from areal_tasks.engines.trainer.ranks import join_process_group
 from schemas.recipe.training import Trainer

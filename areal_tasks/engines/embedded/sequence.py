@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from areal_tasks.data.sampler import GOLDEN, mix64
+
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1)]  # an empty one would end every completion at once
@@ -151,25 +153,13 @@ def share_prompts(sequences: list[Sequence]) -> list[Batch]:
 # ── sampling ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2: Final = np.uint64(0x94D049BB133111EB)
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
-
-
 def uniforms(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row, from the sequence's seed and the new token's position in the sequence.
 
     The position, not the count of generated tokens: a sequence continued from partial output gets the same numbers.
     """
-    stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
-    bits = _mix(stream + positions.astype(np.uint64) * _GOLDEN)
+    steps = (positions - 1).astype(np.uint64)  # `mix64` makes another one
+    bits: npt.NDArray[np.uint64] = mix64(mix64(seeds.astype(np.uint64)) + steps * np.uint64(GOLDEN))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -59,9 +59,7 @@ class FromStore:
         with self._lock:
             if source != self._last[0]:
                 self._last = ("", "")
-                with self._fetched.opened(self.store, weights_folder(self.store, source)) as folder:
-                    pass  # the files are verified when this is left
-                self._last = (source, str(folder))
+                self._last = (source, str(self._fetched.hold(weights_folder(self.store, source))))
             return self._last[1]
 
 

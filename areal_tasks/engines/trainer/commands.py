@@ -184,3 +184,5 @@ class Health(Record):
 COMMANDS: Final[Mapping[str, type[Command]]] = {
     kind.__name__.lower(): kind for kind in (Load, Train, Logprobs, Keep, Publish, Send, Checkpoint, Finish, Compare)
 }
+#: Those that rank 0 runs alone, concurrently with others, if the trainer keeps the weights of their version.
+KEPT: Final = frozenset({"publish", "send"})

@@ -1,12 +1,13 @@
 """The `deepspeed` backend: ZeRO splits optimizer state (stage 1), gradients (2) and weights (3) over the ranks.
 
+At stage 0, which splits nothing, `ReplicatedBackend` takes its place.
+
 DeepSpeed's own operators are not used: the optimizer is torch's AdamW, as in the other backends; nothing is compiled.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -36,13 +37,12 @@ from deepspeed.utils import (
 )
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Which, all_there
-from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, held_parameters, load_parameters
+from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.optimizer import clip_gradients, parameter_groups, prepare_state
-from areal_tasks.engines.trainer.policy import Policy, Rounded, empty_policy, fill_policy, prepare, read_policy
+from areal_tasks.engines.trainer.optimizer import parameter_groups, prepare_state, whole
+from areal_tasks.engines.trainer.policy import Policy, empty_policy, fill_policy, prepare, read_policy
 from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
 from schemas.recipe.sections import Model
@@ -70,15 +70,13 @@ class GatedAdamW(torch.optim.AdamW):
 class DeepSpeedBackend(LocalBackend):
     """This rank's share of policy and optimizer. The frozen reference is split at stage 3, else whole on every rank.
 
-    With bfloat16, the optimizer's fp32 weights start from the rounded ones, except at stage 0: there DeepSpeed
-    accumulates gradients in fp32 only for fp32 weights, so it is given those, and passes use a working copy.
+    With bfloat16, the optimizer's fp32 weights start from the rounded ones.
     """
 
-    copies_early = False  # planning a checkpoint makes copies already, except at stage 0
+    copies_early = False  # planning a checkpoint makes copies already
 
     def __init__(self, settings: Trainer, model: Model) -> None:
         super().__init__(settings, model)
-        self.model_settings = model
         self.rank, self.world, self.device = ranks_here()
         self.optimizer: GatedAdamW
         self.models: dict[Which, Any] = {}  # the policy inside DeepSpeed's engine
@@ -91,24 +89,22 @@ class DeepSpeedBackend(LocalBackend):
         """As `LocalBackend.load`; ZeRO splits what its stage says."""
         torch.manual_seed(seed)
         self._forget()
-        policy = self._read_policy(weights)
-        self.optimizer = GatedAdamW(
-            parameter_groups(policy.named_parameters(), self.settings), lr=self.settings.lr, fused=True
-        )
-        self.models["policy"] = self._wrap(policy, self.optimizer)
+        self.master = prepare(self._load(weights), self.settings)
+        groups = parameter_groups(self.master.named_parameters(), self.settings)
+        self.optimizer = GatedAdamW(groups, lr=self.settings.lr, fused=True)
+        self.models["policy"] = self._wrap(self.master, self.optimizer)
         for shard in self._shards():
             prepare_state(self.optimizer, shard)
         if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # stages 1, 2: links the state
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def load_reference(self, weights: Path) -> None:
-        reference = prepare(self._load(weights, self.dtype), self.settings).requires_grad_(False)
+        reference = prepare(self._load(weights), self.settings).requires_grad_(False)
         self.models["reference"] = self._wrap(reference) if self.settings.zero_stage == 3 else reference
 
     def use(self, settings: Trainer) -> None:
         super().use(settings)
-        if self.settings.zero_stage > 0:
-            self.engine.optimizer.clip_grad = settings.max_grad_norm
+        self.engine.optimizer.clip_grad = settings.max_grad_norm
 
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
@@ -123,43 +119,29 @@ class DeepSpeedBackend(LocalBackend):
         return cast(Tensor, values)
 
     def step(self, lr: float, wanted: bool) -> float:
-        """As `LocalBackend.step`; DeepSpeed clips, except at stage 0."""
+        """As `LocalBackend.step`; DeepSpeed clips."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = None
-        if self.settings.zero_stage == 0:  # its gradients are plain, and DeepSpeed would not report their norm
-            norm = clip_gradients(list(self._policy().parameters()), self.max_grad_norm)
-        self.optimizer.open = wanted and (norm is None or norm < math.inf)
+        self.optimizer.open = wanted
         self.engine.step()
-        self._round()
         self.optimizer.open = False
         self.gradients = False
-        return float(self.engine.get_global_grad_norm()) if norm is None else norm
-
-    def names(self) -> Names:
-        return self._policy().names
+        return float(self.engine.get_global_grad_norm())
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._policy().model.named_parameters():
+        for name, parameter in self.master.model.named_parameters():
             with self._gathered(parameter):
                 yield name, parameter.detach().to(self.dtype, copy=True)
-        yield from self._policy().saved_buffers()
+        yield from self.master.saved_buffers()
 
     def plan_checkpoint(self, folder: Path, progress: Progress) -> Saving:
         """As `LocalBackend.plan_checkpoint`: the format does not depend on the backend."""
-        model = self._policy().model
-        if self.settings.zero_stage == 0:
-            return Saving(folder, held_parameters(model, self.optimizer), progress)
-        held = {name: self._read(parameter) for name, parameter in model.named_parameters()}
+        held = {name: self._read(parameter) for name, parameter in self.master.model.named_parameters()}
         return Saving(folder, held, progress, copies=True)
 
     def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
         """As `LocalBackend.load_checkpoint`, on any stage and number of ranks."""
-        if self.settings.zero_stage == 0:
-            progress = load_parameters(folder, held_parameters(self._policy().model, self.optimizer), fetch)
-            self._round()
-            return progress
-        named = dict(self._policy().model.named_parameters())
+        named = dict(self.master.model.named_parameters())
         held = {name: self._empty(parameter) for name, parameter in named.items()}
         progress = load_parameters(folder, held, fetch)
         for name, parameter in named.items():
@@ -168,22 +150,22 @@ class DeepSpeedBackend(LocalBackend):
 
     def _read(self, parameter: Tensor) -> Parameter:
         """This rank's rows of a parameter's fp32 weight and state; DeepSpeed gathers each whole on all ranks."""
-        whole = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-        whole["weight"] = safe_get_full_fp32_param(parameter)
-        return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in whole.items()}}
+        full = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+        full["weight"] = safe_get_full_fp32_param(parameter)
+        return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in full.items()}}
 
     def _empty(self, parameter: Tensor) -> Parameter:
         """Tensors shaped like those of `_read`, to be filled."""
-        whole = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32, device="meta")
-        return {"step": torch.zeros(()), **{key: self._rows(whole) for key in ("weight", *MOMENTS)}}
+        full = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32, device="meta")
+        return {"step": torch.zeros(()), **{key: self._rows(full) for key in ("weight", *MOMENTS)}}
 
-    def _rows(self, whole: Tensor) -> Tensor:
-        """This rank's share of `whole`, in host memory."""
-        parts = whole.chunk(self.world)
-        mine = parts[self.rank] if self.rank < len(parts) else whole[:0]
+    def _rows(self, full: Tensor) -> Tensor:
+        """This rank's share of `full`, in host memory."""
+        parts = full.chunk(self.world)
+        mine = parts[self.rank] if self.rank < len(parts) else full[:0]
         local = torch.empty(mine.shape) if mine.is_meta else mine.cpu().clone()
         share: Tensor = DTensor.from_local(
-            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            local, self.mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
         )
         return share
 
@@ -193,8 +175,8 @@ class DeepSpeedBackend(LocalBackend):
         for count in self._counts():
             count.copy_(rows["step"])
         for key in MOMENTS:
-            safe_set_full_optimizer_state(parameter, _whole(rows[key]).to(self.device), key)
-        weight = _whole(rows["weight"]).to(self.device)
+            safe_set_full_optimizer_state(parameter, whole(rows[key]).to(self.device), key)
+        weight = whole(rows["weight"]).to(self.device)
         safe_set_full_fp32_param(parameter, weight)
         with self._gathered(parameter, modified=True):
             parameter.data.copy_(weight)
@@ -204,22 +186,16 @@ class DeepSpeedBackend(LocalBackend):
         """DeepSpeed's engine of the loaded policy."""
         return self.models["policy"]
 
-    def _read_policy(self, weights: Path) -> nn.Module:
-        """The module for DeepSpeed: weights in the precision of the passes, except at stage 0 (fp32)."""
-        if self.settings.zero_stage == 0 and self.dtype != torch.float32:
-            return Rounded(self._load(weights, torch.float32), self.dtype, self.settings)
-        return prepare(self._load(weights, self.dtype), self.settings)
-
-    def _load(self, weights: Path, dtype: torch.dtype) -> Policy:
+    def _load(self, weights: Path) -> Policy:
         """The policy in `dtype`. At stage 3 no rank ever holds more of it than its share and one whole parameter."""
         if self.settings.zero_stage < 3:
-            return read_policy(weights, self.settings, self.device, dtype)
+            return read_policy(weights, self.settings, self.device, self.dtype)
         policy = empty_policy(weights, self.settings)
-        config = make_config(self.settings, self.model_settings)
+        config = make_config(self.settings, self.dtype)
 
         def partitioned(parameter: nn.Parameter) -> nn.Parameter:
-            made = with_memory(parameter, self.device, dtype)
-            deepspeed.zero.Init(nn.ParameterList([made]), config_dict_or_path=config, dtype=dtype)
+            made = with_memory(parameter, self.device, self.dtype)
+            deepspeed.zero.Init(nn.ParameterList([made]), config_dict_or_path=config, dtype=self.dtype)
             return made
 
         replace_parameters(policy, partitioned)
@@ -228,23 +204,15 @@ class DeepSpeedBackend(LocalBackend):
 
     def _wrap(self, policy: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """DeepSpeed's engine of the policy."""
-        config = make_config(self.settings, self.model_settings)
+        config = make_config(self.settings, self.dtype)
         buffers = [buffer.clone() for buffer in policy.buffers()]
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
         for buffer, exact in zip(policy.buffers(), buffers, strict=True):
             buffer.data = exact  # includes rotary frequencies, whose rounding would corrupt long sequences
         return engine
 
-    def _policy(self) -> Policy:
-        held = self.engine.module
-        return cast(Policy, held.master if isinstance(held, Rounded) else held)
-
-    def _round(self) -> None:
-        if isinstance(self.engine.module, Rounded):
-            self.engine.module.round()
-
     def _shards(self) -> list[Tensor]:
-        """What the optimizer updates: this rank's flat fp32 part of all weights; at stage 0 the weights themselves."""
+        """What the optimizer updates: this rank's flat fp32 part of all weights."""
         if self.settings.zero_stage == 3:
             return list(self.engine.optimizer.fp32_partitioned_groups_flat)
         return [shard for group in self.optimizer.param_groups for shard in group["params"]]
@@ -263,8 +231,8 @@ class DeepSpeedBackend(LocalBackend):
         """Free what a load replaces before the load allocates memory."""
         if "policy" in self.models:
             self.engine.destroy()
-            del self.models["policy"], self.optimizer
-            self.gradients = False
+        super()._forget()
+        self.gradients = False
 
 
 def _share_of(tensor: Any) -> Share:
@@ -276,25 +244,20 @@ def _share_of(tensor: Any) -> Share:
     return Share(part.narrow(0, 0, min(size, tensor.ds_numel - start)), tensor.ds_shape, start)
 
 
-def _whole(rows: Tensor) -> Tensor:
-    return cast(Tensor, cast(Any, rows).full_tensor())
-
-
-def make_config(settings: Trainer, model: Model) -> dict[str, Any]:
+def make_config(settings: Trainer, dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's configuration: one optimizer step per minibatch, of any number of passes."""
-    stage = settings.zero_stage
-    zero: dict[str, Any] = {"stage": stage}
+    zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": _NEVER,
-        "gradient_clipping": settings.max_grad_norm if stage > 0 else 0.0,
+        "gradient_clipping": settings.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": model.dtype == "bfloat16" and stage > 0},
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }

@@ -14,12 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Scores, TokenLoss, Which
 from areal_tasks.engines.trainer.local import LocalBackend
-from areal_tasks.engines.trainer.optimizer import local_share, make_optimizer, split_over
+from areal_tasks.engines.trainer.optimizer import make_optimizer, whole
 from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
 from areal_tasks.engines.trainer.ranks import ranks_here
 from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
@@ -124,13 +123,6 @@ class Fsdp2Backend(LocalBackend):
             return self.device.type == "cpu"
         held = sum(p.numel() * bytes_each for p in policy.parameters())
         return held < share * torch.cuda.get_device_properties(self.device).total_memory
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor behind this rank's share; every rank takes part. A share that is all of it is not copied."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return local_share(tensor) if split_over(tensor.device_mesh) == 1 else tensor.full_tensor()
 
 
 def _parts(policy: Policy) -> list[FSDPModule]:

@@ -138,8 +138,7 @@ class Group:
         except (UserError, OSError) as error:
             own = error if isinstance(error, OSError) else None
             found = {"error": text_of(error), "away": isinstance(error, Unavailable)}
-        self._post(f"{prefix}{self.rank}", json.dumps(found))
-        of_ranks = [json.loads(text) for text in self._gathered(prefix)]
+        of_ranks = self._gathered(prefix, found)
         if own is not None:
             raise own
         for one in of_ranks:
@@ -147,18 +146,19 @@ class Group:
                 raise _refusal(one["error"], one["away"])
         return result, [one["text"] for one in of_ranks]
 
-    def _gathered(self, prefix: str, timeout: timedelta = _FOREVER) -> list[str]:
-        """On every rank: what each has posted as `prefix` with its number, once all have. Rank 0 reads it for all.
+    def _gathered(self, prefix: str, mine: dict[str, Any], timeout: timedelta = _FOREVER) -> list[dict[str, Any]]:
+        """On every rank: what each has given as `mine`, in order, once all have. Rank 0 reads it for all.
 
         If each rank read all keys, 256 ranks would need 9 s (`benchmarks.control_plane_ranks`).
         """
         assert self.store is not None
+        self._post(f"{prefix}{self.rank}", json.dumps(mine))
         keys, into = [f"{prefix}{rank}" for rank in range(self.world)], f"{prefix}all"
         if self.rank == 0:
             self.store.wait(keys, timeout)
-            self._post(into, json.dumps([value.decode() for value in self.store.multi_get(keys)]))
+            self._post(into, json.dumps([json.loads(value) for value in self.store.multi_get(keys)]))
         self.store.wait([into], timeout)
-        found: list[str] = json.loads(self.store.get(into))
+        found: list[dict[str, Any]] = json.loads(self.store.get(into))
         return found
 
     def failure_of(self, rank: int) -> Outcome | None:
@@ -203,15 +203,14 @@ class Group:
 
     def _exchange(self, mine: Outcome) -> list[Outcome]:
         assert self.store is not None
-        prefix = f"outcome/{self._command}/"
-        self._post(f"{prefix}{self.rank}", json.dumps(asdict(mine)))
+        timeout = timedelta(seconds=GRACE_SECONDS) if mine.error else _FOREVER
         try:
-            texts = self._gathered(prefix, timedelta(seconds=GRACE_SECONDS) if mine.error else _FOREVER)
+            found = self._gathered(f"outcome/{self._command}/", asdict(mine), timeout)
         except RuntimeError as error:  # torch's DistStoreError: this rank failed, and the others posted no outcome
             raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
         for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)
-        return [Outcome(**json.loads(text)) for text in texts]
+        return [Outcome(**one) for one in found]
 
 
 def _refusal(text: str, away: bool) -> UserError:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from jaxtyping import Bool, Float, Int
@@ -40,9 +41,8 @@ from areal_tasks.engines.trainer.objective import (
     agreement,
     agreement_totals,
     check_agreement,
-    gaps,
+    differences,
     grpo_objective,
-    outside,
     sft_objective,
     stat_names,
 )
@@ -279,8 +279,9 @@ class Learner:
             if self.batch.staleness is not None:
                 counted = counted & self.batch.staleness.comparable
             both = [self.batch.columns[name][counted] for name in ("proximal", "behaviour")]
-            totals = self._of_ranks(agreement_totals(gaps(*both), outside(*both)))
-            check_agreement(agreement(totals), self.settings.max_logprob_gap, int(sum(totals[0])))
+            tokens, gaps, largest, outside = self._of_ranks(agreement_totals(differences(*both)))
+            found = agreement(sum(tokens), sum(gaps), float(np.max(largest)), sum(outside))  # NaN if one is
+            check_agreement(found, self.settings.max_logprob_gap, int(sum(tokens)))
 
     def _check_first(self, found: dict[str, Any]) -> None:
         """Check the agreement over the first minibatch, after its passes and before its step."""

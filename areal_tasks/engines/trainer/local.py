@@ -23,6 +23,7 @@ from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, copy_weights, prepare, read_policy, working_copy
+from areal_tasks.engines.trainer.ranks import ranks_here
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 
@@ -148,6 +149,22 @@ class LocalBackend:
         """Free what a load replaces before the load allocates memory."""
         if "policy" in self.models:
             del self.models["policy"], self.master, self.optimizer
+
+
+class ReplicatedBackend(LocalBackend):
+    """Whole copies of policy and optimizer on every rank, and sums of their gradients: ZeRO's stage 0."""
+
+    def __init__(self, settings: Trainer, model: Model) -> None:
+        super().__init__(settings, model)
+        self.rank, self.world, self.device = ranks_here()
+
+    def step(self, lr: float, wanted: bool) -> float:
+        """As `LocalBackend.step`, with the gradients of all ranks."""
+        for parameter in self.master.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        return super().step(lr, wanted)
 
 
 def choose_device(settings: Trainer, model: Model) -> torch.device:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import effective_sample_size
-from areal_tasks.engines.trainer.objective import COMPARED, STATS, WEIGHTS
+from areal_tasks.engines.trainer.objective import COMPARED, STATS, WEIGHTS, agreement
 from areal_tasks.engines.trainer.rows import make_table
 from schemas.tables import TRAIN_STEPS
 
@@ -54,21 +54,16 @@ def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) ->
     """
     sums, weighted, largest = (dict(zip((*STATS, *COMPARED, *WEIGHTS), row, strict=False)) for row in found.tolist())
     means = {name: total / max(tokens, 1) for name, total in sums.items()}
-    compared = int(sums.get("compared", tokens))
-    agreed = {
-        "logprob_gap_mean": sums["logprob_gap"] / max(compared, 1),
-        "logprob_gap_max": largest["logprob_gap"],
-        "ratio_outside": sums["ratio_outside"] / max(compared, 1),
-    }
+    compared = sums.get("compared", float(tokens))
     return {
         **{name: (weighted if name in _WEIGHTED else means)[name] for name in STATS if name not in _ELSEWHERE},
         "ratio_mean": means["ratio"],
         "ratio_max": largest["ratio"] if tokens else 0.0,
         "clamped": int(sums["clamped"]),
         "tokens": tokens,
-        "compared": compared,
+        "compared": int(compared),
         **{name: sums[name] for name in WEIGHTS if name in sums},
-        **(agreed if compared and measured else dict.fromkeys(agreed, math.nan)),
+        **agreement(compared if measured else 0.0, sums["logprob_gap"], largest["logprob_gap"], sums["ratio_outside"]),
     }
 
 

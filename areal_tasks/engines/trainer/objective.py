@@ -9,10 +9,9 @@ hide.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Final
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -77,11 +76,11 @@ def grpo_objective(columns: dict[str, Float[Tensor, " N"]], settings: Settings) 
         to_reference = zero if reference is None else reference - own
         clamped = any_above(limit, own - proximal, log_ratio, to_reference)
         measured = (k3(behaviour, own, limit), entropy, terms.clipped.float(), terms.ratio, clamped.float())
-        differences = (gaps(start, behaviour), outside(start, behaviour))
-        rows = [loss, policy_loss, kl, *measured, *differences]
+        apart = differences(start, behaviour)
+        rows = [loss, policy_loss, kl, *measured, *apart]
         if "comparable" in columns:
             compared = columns["comparable"][where]
-            rows[-2:] = [row.masked_fill(compared == 0, 0.0) for row in differences]
+            rows[-2:] = apart.masked_fill(compared == 0, 0.0)
             rows += [compared, weights.applied, weights.applied.square(), weights.bounded.float()]
         return torch.stack(rows[: len(names)])
 
@@ -104,37 +103,24 @@ def sft_objective(
 RATIOS: Final = (0.9, 1.1)
 
 
-def gaps(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """|Δ logprob| in nats."""
-    return (proximal - behaviour).abs()
+def differences(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, "2 T"]:
+    """|Δ logprob| in nats; and 1 where the ratio proximal / behaviour is outside RATIOS, else 0 (NaN where it is)."""
+    change = proximal - behaviour
+    ratio = torch.exp(change)
+    outside = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
+    return torch.stack([change.abs(), torch.where(ratio.isnan(), ratio, outside)])
 
 
-def outside(proximal: Float[Tensor, " T"], behaviour: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """1 where the ratio proximal / behaviour is outside RATIOS, else 0; NaN where it is NaN."""
-    ratio = torch.exp(proximal - behaviour)
-    found = ((ratio < RATIOS[0]) | (ratio > RATIOS[1])).to(ratio.dtype)
-    return torch.where(ratio.isnan(), ratio, found)
+def agreement_totals(found: Float[Tensor, "2 T"]) -> list[float]:
+    """The number of tokens with these `differences`, their sum and maximum, and how many ratios are outside."""
+    gaps, outside = found.double()
+    return [float(gaps.numel()), float(gaps.sum()), float(gaps.max()) if len(gaps) else -math.inf, float(outside.sum())]
 
 
-def agreement_totals(gap: Float[Tensor, " T"], is_outside: Float[Tensor, " T"]) -> list[float]:
-    """The number of a rank's tokens, the sum and the maximum of their `gaps`, and how many are `outside`."""
-    largest = float(gap.max()) if gap.numel() else -math.inf
-    return [float(gap.numel()), float(gap.double().sum()), largest, float(is_outside.double().sum())]
-
-
-def agreement(totals: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The agreement of server and trainer from the ranks' `agreement_totals`, a list for each of the four.
-
-    NaN without tokens.
-    """
-    counts, sums, largest, counts_outside = totals
-    if not (tokens := sum(counts)):
-        return dict.fromkeys(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), math.nan)
-    return {
-        "logprob_gap_mean": sum(sums) / tokens,
-        "logprob_gap_max": float(np.max(largest)),  # NaN if one is
-        "ratio_outside": sum(counts_outside) / tokens,
-    }
+def agreement(tokens: float, gaps: float, largest: float, outside: float) -> dict[str, float]:
+    """The agreement of server and trainer, from `agreement_totals`; NaN without tokens."""
+    shown = (gaps / tokens, largest, outside / tokens) if tokens else (math.nan,) * 3
+    return dict(zip(("logprob_gap_mean", "logprob_gap_max", "ratio_outside"), shown, strict=True))
 
 
 def check_agreement(found: Mapping[str, float], bound: float, tokens: int, said: str = "No step was made.") -> None:

@@ -154,3 +154,10 @@ def split_over(mesh: DeviceMesh) -> int:
 def local_share(tensor: Tensor) -> Tensor:
     """This rank's share of a sharded tensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor behind this rank's share; every rank takes part. A share that is all of it is not copied."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return local_share(tensor) if split_over(tensor.device_mesh) == 1 else tensor.full_tensor()

@@ -223,26 +223,6 @@ def copy_weights(master: Policy, work: Policy) -> None:
     torch._foreach_copy_(list(work.parameters()), list(master.parameters()))
 
 
-class Rounded(nn.Module):
-    """`master`, whose passes use a working copy in `dtype`; wrappers of this module see only the fp32 weights.
-
-    Call `round` after each change of the weights.
-    """
-
-    def __init__(self, master: Policy, dtype: torch.dtype, settings: Trainer) -> None:
-        super().__init__()
-        self.master = master
-        self._work = [prepare(working_copy(master, dtype), settings)]  # in a list: not a submodule
-
-    def forward(self, *arguments: Any) -> Any:
-        """The working copy's result for the arguments of a `Policy`."""
-        return self._work[0](*arguments)
-
-    def round(self) -> None:
-        """Round the weights into the working copy."""
-        copy_weights(self.master, self._work[0])
-
-
 def _add_gradient(high: Tensor, low: Tensor) -> None:
     """Add the gradient of a low-precision parameter to `high`'s, and free it."""
     assert low.grad is not None

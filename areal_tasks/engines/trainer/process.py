@@ -33,7 +33,7 @@ from areal_tasks.engines.service import (
     serve,
     status_in,
 )
-from areal_tasks.engines.trainer.commands import COMMANDS, Command, Health
+from areal_tasks.engines.trainer.commands import COMMANDS, KEPT, Command, Health
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
 from areal_tasks.engines.trainer.ranks import cpu_threads, end_group, join
@@ -44,9 +44,6 @@ from schemas.errors import UserError
 from schemas.record import Record
 
 log = logging.getLogger(__name__)
-
-#: Commands that rank 0 runs alone, concurrently with others, if the trainer keeps the weights of their version.
-KEPT: Final = frozenset({"publish", "send"})
 
 
 def main() -> None:

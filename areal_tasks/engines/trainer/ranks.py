@@ -1,7 +1,7 @@
 """The processes of a `Group`: which process starts the others, the device of each, and how all end when one does.
 
 Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
-with the environment that torchrun would give them; under torchrun itself (RANK and WORLD_SIZE are set) it starts none.
+with the environment that torchrun would give them.
 The others hold the read end of a pipe whose write end only rank 0 has, so they end with rank 0 however it ends;
 rank 0 ends, with everything in its process group, as soon as one of them does. Their collectives use gloo between CPUs;
 NCCL between GPUs, with gloo for tensors on the host.
@@ -25,7 +25,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import HOST, family, group_interface, url_host
-from areal_tasks.engines.service import TOKEN, ServiceSpec, register
+from areal_tasks.engines.service import TOKEN, ServiceSpec, register, registered
 from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.store.backend import Missing, open_store
-from areal_tasks.store.commit import read_record
-from areal_tasks.store.paths import service as service_path
+from areal_tasks.store.backend import open_store
 from schemas.errors import UserError
-from schemas.manifest import ServiceRecord
 from schemas.recipe.training import Trainer
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
@@ -57,7 +55,7 @@ class Place:
     local_rank: int
     world: int
     local_world: int
-    spawned: bool  # by torchrun or by the first rank of its machine
+    spawned: bool  # by the first rank of its machine
 
 
 def environment(place: Place, host: str, port: int) -> dict[str, str]:
@@ -68,23 +66,10 @@ def environment(place: Place, host: str, port: int) -> dict[str, str]:
 
 
 def find_place(settings: Trainer, given: Mapping[str, str], node: int = 0) -> Place:
-    """This process's place in a trainer of `settings.ranks` ranks, if it was started on machine number `node`.
-
-    Raises:
-        UserError: torchrun started another number of processes, or runs on several machines.
-    """
-    here = settings.ranks // settings.nodes
-    if not {"RANK", "WORLD_SIZE"} <= given.keys():
-        return Place(node * here, 0, settings.ranks, here, spawned=False)
-    world = int(given["WORLD_SIZE"])
-    if world != settings.ranks:
-        raise UserError(
-            f"trainer.ranks: the recipe asks for {settings.ranks}, but WORLD_SIZE is {world}; make them equal"
-        )
-    if int(given.get("LOCAL_WORLD_SIZE", world)) != here:
-        raise UserError(f"trainer.nodes: the recipe asks for {here} ranks on each machine, and torchrun started others")
-    rank = int(given["RANK"])
-    return Place(rank, int(given.get("LOCAL_RANK", rank)), world, here, spawned=True)
+    """This process's place on machine number `node` of a trainer of `settings.ranks` ranks."""
+    here, spawned = settings.ranks // settings.nodes, "RANK" in given
+    local_rank = int(given["LOCAL_RANK"]) if spawned else 0
+    return Place(node * here + local_rank, local_rank, settings.ranks, here, spawned)
 
 
 def cpu_threads(settings: Trainer) -> int:
@@ -113,10 +98,9 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
 
 
 def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
-    """The key-value store of the group: this process serves it, or torchrun or rank 0 does."""
-    master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    """The key-value store of the group, which rank 0 serves."""
     at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (spec.address, 0)
-    if master:
+    if place.rank == 0:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
             register(rendezvous(spec), f"tcp://{url_host(store.host)}:{store.port}")
@@ -132,12 +116,11 @@ def rendezvous(spec: ServiceSpec) -> ServiceSpec:
 
 def _find_first(spec: ServiceSpec) -> tuple[str, int]:
     """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
-    path, store = service_path(spec.run, spec.owner, rendezvous(spec).name, spec.restart), open_store(spec.store_url)
-    while True:
-        with suppress(Missing):
-            host, _, port = read_record(store, path, ServiceRecord).url.removeprefix("tcp://").rpartition(":")
-            return host.strip("[]"), int(port)
+    store = open_store(spec.store_url)
+    while (url := registered(store, rendezvous(spec))) is None:
         time.sleep(FIND_SECONDS)
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 # ── the other ranks' processes ──────────────────────────────────────────────────────────────────────────────────────
@@ -246,13 +229,13 @@ def ranks_here() -> tuple[int, int, torch.device]:
     return rank, world, rank_device(local_rank, local_world)
 
 
-def gather_texts(mine: str) -> list[str]:
-    """A text of each rank, in order, of any length: the ranks' key-value store takes no value above 8 MiB."""
+def gather(mine: T) -> list[T]:
+    """An object of each rank, in order, of any size: the ranks' key-value store takes no value above 8 MiB."""
     if not dist.is_initialized():
         return [mine]
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, mine)
-    return texts
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def lead(name: str, at: tuple[str, int], size: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:

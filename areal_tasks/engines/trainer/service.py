@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import logging
 import math
 import shutil
@@ -46,9 +45,9 @@ from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learner, Work
-from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.local import LocalBackend, ReplicatedBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
-from areal_tasks.engines.trainer.ranks import end_group, gather_texts
+from areal_tasks.engines.trainer.ranks import end_group, gather
 from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
@@ -74,9 +73,9 @@ def make_backend(settings: Settings) -> LocalBackend:
     Raises:
         UserError: DeepSpeed is not installed.
     """
-    made_by = {"local": LocalBackend, "fsdp2": Fsdp2Backend}.get(settings.trainer.backend)
-    if made_by is not None:
-        return made_by(settings.trainer, settings.model)
+    plain = {"local": LocalBackend, "fsdp2": Fsdp2Backend, "deepspeed": ReplicatedBackend}
+    if settings.trainer.backend != "deepspeed" or settings.trainer.zero_stage == 0:
+        return plain[settings.trainer.backend](settings.trainer, settings.model)
     try:  # it is optional, and imported only if a recipe names it
         from areal_tasks.engines.trainer.deepspeed_backend import DeepSpeedBackend
     except ModuleNotFoundError as error:
@@ -94,7 +93,7 @@ class Change:
 
 
 class Trainer:
-    """The state that commands act on. Not thread-safe: `process` runs one command at a time (but see `KEPT` there)."""
+    """The state that commands act on. Not thread-safe: `process` runs one command at a time (see `commands.KEPT`)."""
 
     def __init__(self, spec: ServiceSpec, group: Group | None = None) -> None:
         self.group = group or Group()
@@ -317,7 +316,7 @@ class Trainer:
             self.group.together(lambda: None)  # no server reads those of another rank while the first has the lock
             self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
             if self.sending:
-                self.handles = gather_texts(handles_of(self.snapshot.tensors) if shares else "")
+                self.handles = gather(handles_of(self.snapshot.tensors) if shares else "")
 
     @contextmanager
     def _kept(self, command: Command) -> Iterator[Snapshot]:
@@ -330,9 +329,8 @@ class Trainer:
         """A checkpoint's folder, where its index is, and how to get the files that the ranks of this machine read."""
 
         def fetch(names: Collection[str]) -> None:
-            first, texts = self.group.first_here, gather_texts(json.dumps(sorted(names)))
-            of_ranks_here = map(json.loads, texts[first : first + self.group.ranks_here])
-            self._fetch(ref, {name for of_rank in of_ranks_here for name in of_rank})
+            first = self.group.first_here
+            self._fetch(ref, set().union(*gather(set(names))[first : first + self.group.ranks_here]))
 
         return self._fetch(ref, {METADATA}), fetch
 

@@ -1,8 +1,7 @@
-"""Weights that servers load are verified beside the loading, and a damaged file is never passed over."""
+"""Weights are verified before servers load them, and a damaged file is never passed over."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -28,28 +27,21 @@ def written(tmp_path: Path) -> tuple[Store, WeightsRef]:
     return store, commit_weights(store, "r", 3, attempt, "weights", files, make_provenance(1, now()))
 
 
-def opened(store: Store, ref: WeightsRef) -> AbstractContextManager[str]:
-    return WeightsSource(store, reads_store=False).opened(ref)
-
-
 def test_servers_read_the_stores_own_files(written: tuple[Store, WeightsRef], tmp_path: Path) -> None:
     store, ref = written
-    with opened(store, ref) as folder:
-        assert Path(folder).is_relative_to(tmp_path / "store")
-        assert (Path(folder) / "a.safetensors").read_bytes() == b"a.safetensors" * 1000
-    assert Path(folder).is_dir()
+    source = WeightsSource(store, reads_store=False)
+    folder = Path(source.ready(ref))
+    assert folder.is_relative_to(tmp_path / "store")
+    source.fetched.close()
+    assert (folder / "a.safetensors").read_bytes() == b"a.safetensors" * 1000
 
 
-def test_damage_is_an_error_once_the_servers_have_loaded(written: tuple[Store, WeightsRef]) -> None:
+def test_damage_is_an_error_before_the_servers_load(written: tuple[Store, WeightsRef]) -> None:
     store, ref = written
     place = store.local(read_weights(store, ref).files[1].path)
     assert place is not None
     data = bytearray(place.read_bytes())
     data[500] ^= 1
     place.write_bytes(data)
-    loaded = []
-    with pytest.raises(UserError, match=r"b\.safetensors is damaged"), opened(store, ref) as folder:
-        loaded.append(folder)
-    assert loaded
-    with pytest.raises(UserError, match="damaged"), opened(store, ref):
-        raise RuntimeError("a server could not read it")  # the damage is what has to be said
+    with pytest.raises(UserError, match=r"b\.safetensors is damaged"):
+        WeightsSource(store, reads_store=False).ready(ref)
