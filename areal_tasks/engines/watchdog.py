@@ -11,7 +11,6 @@ answer in `launcher.store_seconds` ends this process, as nothing else would: a d
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -92,8 +91,8 @@ class _Wait:
 class Watchdog:
     """One thread that watches everything a run waits for.
 
-    `end(name, reason)` ends a service; it is called again while the service has not been replaced.
-    `end_process(status)` ends this process at once. `clock` returns seconds, as does the ledger's.
+    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `clock` returns
+    seconds, as does the ledger's.
     """
 
     def __init__(
@@ -102,11 +101,9 @@ class Watchdog:
         end: Callable[[str, str], None],
         ledger: Ledger = LEDGER,
         clock: Callable[[], float] = time.monotonic,
-        end_process: Callable[[int], object] = os._exit,
     ) -> None:
         self.settings = settings
         self.end = end
-        self.end_process = end_process
         self.clock = clock
         self.pause = min(LONGEST_PAUSE, min(settings.warn_seconds, settings.hang_seconds) / POLLS)
         self._ledger = ledger
@@ -216,10 +213,7 @@ class Watchdog:
             if waited >= after:
                 self._warned[one.number] = 2 * max(after, waited)
                 log.warning("waiting for the store, %s: no answer since %s (%.0f s)", one.what, _clock(waited), waited)
-            if waited >= (limit := self.settings.store_seconds):
-                why = f"no answer to {one.what} in launcher.store_seconds = {limit:g}"
-                log.critical("the store hangs: %s; this process ends. Start the run again once the store answers.", why)
-                self.end_process(UNAVAILABLE)
+        self._ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
 
 
 def _clock(seconds_ago: float) -> str:
