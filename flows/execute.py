@@ -165,7 +165,7 @@ def log_start_and_end(run: Run, flow_run_id: str) -> Iterator[None]:
     except BaseException as error:
         by_signal = not isinstance(error, Exception)
         ended = ending_action(error, flow_run_id) if by_signal else "failed"
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:500]
         if isinstance(error, KeyboardInterrupt):  # Ctrl-C; the worker sends SIGTERM
             get_run_logger().info("run %s is interrupted: start it again with run=%s to resume it", *[run.name] * 2)
         try:
