@@ -255,6 +255,7 @@ def test_a_place_is_rank_0_unless_it_is_started_as_another() -> None:
     settings = Trainer(backend="fsdp2", ranks=2)
     place = find_place(settings, {})
     assert (place.rank, place.world, place.spawned) == (0, 2, False)
+    assert find_place(settings, {"RANK": "3", "WORLD_SIZE": "8"}) == place, "of the job that started the flow"
     started = Place(1, 1, 2, 2, True)
     assert find_place(settings, environment(started, "127.0.0.1", 1234)) == started
 
