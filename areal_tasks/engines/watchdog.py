@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -22,12 +23,14 @@ from typing import Final
 
 from areal_tasks.engines.service import UNAVAILABLE
 from areal_tasks.store.in_flight import LEDGER, Ledger
+from areal_tasks.store.parallel import in_background
 from schemas.recipe.launcher import Launcher
 
 log = logging.getLogger(__name__)
 
 POLLS: Final = 4  # within the first warning interval
 LONGEST_PAUSE: Final = 15.0  # seconds between two polls
+LAST_SECONDS: Final = 10.0  # for the last lines of this process's log
 THIS_PROCESS: Final = "this process"  # named for a wait that concerns no service
 
 
@@ -89,8 +92,14 @@ class _Wait:
     silences: dict[str, _Silence] = field(default_factory=dict)
 
 
+def _end_process(status: int) -> None:
+    flushed = in_background(logging.shutdown, "last lines")  # handlers may still hold them, as Prefect's do
+    futures.wait([flushed], LAST_SECONDS)
+    os._exit(status)
+
+
 class Watchdog:
-    """One thread that watches everything a run waits for.
+    """Two threads that watch everything a run waits for: one the store, which the other may itself have to wait for.
 
     `end(name, reason)` ends a service; it is called again while the service has not been replaced.
     `end_process(status)` ends this process at once. `clock` returns seconds, as does the ledger's.
@@ -102,7 +111,7 @@ class Watchdog:
         end: Callable[[str, str], None],
         ledger: Ledger = LEDGER,
         clock: Callable[[], float] = time.monotonic,
-        end_process: Callable[[int], object] = os._exit,
+        end_process: Callable[[int], object] = _end_process,
     ) -> None:
         self.settings = settings
         self.end = end
@@ -113,7 +122,8 @@ class Watchdog:
         self._warned: dict[int, float] = {}  # store operation -> seconds after which the next warning is due
         self._waits: dict[int, _Wait] = {}
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        for poll in (lambda: self.check_store(), lambda: self.poll_all()):
+            threading.Thread(target=self._run, args=(poll,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Stop polling. Does not wait for a poll in progress."""
@@ -158,14 +168,13 @@ class Watchdog:
         lasting = [w for w in found if w.seconds >= seconds] or [w for w in own if w.seconds >= seconds]
         return sorted(lasting, key=lambda wait: -wait.seconds)
 
-    def _run(self) -> None:
+    def _run(self, poll: Callable[[], None]) -> None:
         while not self._closed.wait(self.pause):
-            self.poll_all()
+            poll()
 
     def poll_all(self) -> None:
-        """Poll everything that the run waits for, and act on the results."""
+        """Poll all services that the run waits for, and act on the results."""
         now = self.clock()
-        self._check_store()
         for wait in list(self._waits.values()):
             if now - wait.since >= self.pause:
                 self._poll(wait)
@@ -203,7 +212,7 @@ class Watchdog:
             notice = f". After {self.settings.hang_seconds:g} s (launcher.hang_seconds) at the latest it is restarted"
             log.warning("waiting for %s, %s%s", name, found, notice * endable)
 
-    def _check_store(self) -> None:
+    def check_store(self) -> None:
         """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself.
 
         One that lasts `launcher.store_seconds` ends this process.

@@ -61,7 +61,7 @@ class Place:
 
 
 def environment(place: Place, host: str, port: int) -> dict[str, str]:
-    """The environment that torchrun gives to a rank whose group has its key-value store at this address, and STARTED."""
+    """What torchrun gives to a rank whose group has its key-value store at this address, and STARTED."""
     names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world, "MASTER_PORT": port}
     names |= {"LOCAL_WORLD_SIZE": place.local_world, STARTED: place.local_rank}
     return {"MASTER_ADDR": host, **{name: str(number) for name, number in names.items()}}
