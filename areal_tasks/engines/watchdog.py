@@ -11,11 +11,9 @@ answer in `launcher.store_seconds` ends this process, as nothing else would: a d
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -23,14 +21,12 @@ from typing import Final
 
 from areal_tasks.engines.service import UNAVAILABLE
 from areal_tasks.store.in_flight import LEDGER, Ledger
-from areal_tasks.store.parallel import in_background
 from schemas.recipe.launcher import Launcher
 
 log = logging.getLogger(__name__)
 
 POLLS: Final = 4  # within the first warning interval
 LONGEST_PAUSE: Final = 15.0  # seconds between two polls
-LAST_SECONDS: Final = 10.0  # for the last lines of this process's log
 THIS_PROCESS: Final = "this process"  # named for a wait that concerns no service
 
 
@@ -92,17 +88,11 @@ class _Wait:
     silences: dict[str, _Silence] = field(default_factory=dict)
 
 
-def _end_process(status: int) -> None:
-    flushed = in_background(logging.shutdown, "last lines")  # handlers may still hold them, as Prefect's do
-    futures.wait([flushed], LAST_SECONDS)
-    os._exit(status)
-
-
 class Watchdog:
     """Two threads that watch everything a run waits for: one the store, which the other may itself have to wait for.
 
-    `end(name, reason)` ends a service; it is called again while the service has not been replaced.
-    `end_process(status)` ends this process at once. `clock` returns seconds, as does the ledger's.
+    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `clock` returns
+    seconds, as does the ledger's.
     """
 
     def __init__(
@@ -111,11 +101,9 @@ class Watchdog:
         end: Callable[[str, str], None],
         ledger: Ledger = LEDGER,
         clock: Callable[[], float] = time.monotonic,
-        end_process: Callable[[int], object] = _end_process,
     ) -> None:
         self.settings = settings
         self.end = end
-        self.end_process = end_process
         self.clock = clock
         self.pause = min(LONGEST_PAUSE, min(settings.warn_seconds, settings.hang_seconds) / POLLS)
         self._ledger = ledger
@@ -225,10 +213,7 @@ class Watchdog:
             if waited >= after:
                 self._warned[one.number] = 2 * max(after, waited)
                 log.warning("waiting for the store, %s: no answer since %s (%.0f s)", one.what, _clock(waited), waited)
-            if waited >= (limit := self.settings.store_seconds):
-                why = f"no answer to {one.what} in launcher.store_seconds = {limit:g}"
-                log.critical("the store hangs: %s; this process ends. Start the run again once the store answers.", why)
-                self.end_process(UNAVAILABLE)
+        self._ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
 
 
 def _clock(seconds_ago: float) -> str:

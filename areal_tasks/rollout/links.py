@@ -114,13 +114,13 @@ class Assignments:
             found.append(f"{limits.group_seconds:g} s for each attempt at a group (group_seconds)")
         if self._counts[link, "verifying"]:
             found.append("reward.wall_seconds for each verdict")
-        if self.is_full(link, limits.groups_in_memory) or self.only_writes(link, limits.groups_in_memory):
+        if self.only_writes(link, limits.groups_in_memory):
             found.append(f"{FULL_SECONDS:g} s until the store takes finished groups")
         return "; ".join(found)
 
     def is_full(self, link: Link, most: int) -> bool:
-        """Whether a worker holds `most` finished groups, and one at least: it writes them before it gets others."""
-        return self._counts[link, "held"] >= max(most, 1)
+        """Whether a worker has `most` groups, one at least, that it verifies, or has to write before it gets others."""
+        return self._counts[link, "held"] + self._counts[link, "verifying"] >= max(most, 1)
 
     def only_writes(self, link: Link, most: int) -> bool:
         """Whether a worker generates nothing, and gets no groups before it has written those that it holds."""

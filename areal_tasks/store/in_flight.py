@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
+
+from areal_tasks.store.parallel import in_background
+
+log = logging.getLogger(__name__)
+
+LAST_SECONDS: Final = 10.0  # for the last lines of this process's log
 
 
 @dataclass(frozen=True)
@@ -23,11 +33,23 @@ class Operation:
         return f"{self.what} for {time.monotonic() - self.since:.0f} s"
 
 
-class Ledger:
-    """A list of the operations in flight, of all threads, and the number of those that ended. `clock` gives seconds."""
+def _end_process(status: int) -> None:
+    flushed = in_background(logging.shutdown, "last lines")  # handlers may still hold them, as Prefect's do
+    futures.wait([flushed], LAST_SECONDS)
+    os._exit(status)
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+
+class Ledger:
+    """A list of the operations in flight, of all threads, and the number of those that ended. `clock` gives seconds.
+
+    `end_process(status)` ends this process at once.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, end_process: Callable[[int], object] = _end_process
+    ) -> None:
         self.clock = clock
+        self.end_process = end_process
         self.ended = 0
         self._numbers = itertools.count()
         self._open: dict[int, Operation] = {}
@@ -49,6 +71,14 @@ class Ledger:
         """The operations that have not been answered, the oldest first."""
         with self._lock:
             return sorted(self._open.copy().values(), key=lambda entry: entry.since)
+
+    def end_if_hangs(self, seconds: float, status: int) -> None:
+        """End this process with `status` if an operation has lasted so long: on a disk that hangs, nothing else can."""
+        for oldest in self.in_flight()[:1]:
+            if self.clock() - oldest.since >= seconds:
+                why = f"no answer to {oldest.what} in launcher.store_seconds = {seconds:g}"
+                log.critical("the store hangs: %s; this process ends. Start the run again once the store answers.", why)
+                self.end_process(status)
 
 
 #: The ledger of this process.

@@ -102,8 +102,8 @@ class Rollout(Section):
         1024,
         ge=0,
         le=1_000_000,
-        description="Finished groups with which a worker gets no others: it writes them to the store at once, and "
-        "finishes those under way. 0 means 1. Not in evaluations.",
+        description="Generated groups, verified or not, with which a worker gets no others: it writes finished ones to "
+        "the store at once, and finishes those under way. 0 means 1. Not in evaluations.",
     )
     worker_memory_mb: int = operational(
         0,

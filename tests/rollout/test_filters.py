@@ -456,6 +456,20 @@ def test_a_worker_that_is_lost_while_it_verifies_what_it_has_written_loses_none_
     go(work())
 
 
+@pytest.mark.parametrize("decides", [True, False])
+def test_groups_that_are_verified_are_in_memory_as_finished_ones_are(local_store: Store, decides: bool) -> None:
+    async def work() -> None:
+        scene = Numbered(capacity=2)
+        by = Judge(never, "with", Filters(), decides=decides)
+        found = filtered(scene, local_store, by, 3, flush_seconds=0.0, groups_in_memory=3)
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: sum(found.backlog().verifying.values()) == len(scene.begun) >= 3)
+        assert len(scene.begun) < 3 + scene.capacity
+        taking.cancel()
+
+    go(work())
+
+
 def test_verdicts_on_a_lost_attempt_are_not_those_on_what_the_next_worker_has_written(local_store: Store) -> None:
     """Two workers are lost: one with a finished group, the next one while it verifies what it has written."""
 

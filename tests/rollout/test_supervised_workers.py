@@ -14,7 +14,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import workers
 from areal_tasks.engines.loop_thread import LoopThread
-from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec
 from areal_tasks.engines.starting import evaluator_names, worker_names
 from areal_tasks.engines.watchdog import Watchdog
 from areal_tasks.engines.workers import Workers
@@ -101,10 +101,23 @@ def test_heartbeats_are_asked_for_while_an_evaluation_ends(tmp_path: Path, monke
 
 
 def test_a_worker_says_what_the_store_keeps_it_waiting_for(tmp_path: Path) -> None:
-    worker = Worker(cast(ServiceSpec, SimpleNamespace(store_url=tmp_path.as_uri())))
+    recipe = {"launcher": {"store_seconds": 3600.0}}
+    worker = Worker(cast(ServiceSpec, SimpleNamespace(store_url=tmp_path.as_uri(), recipe=recipe)))
     worker._groups = cast(Groups, SimpleNamespace(unwritten="the disk is full"))
     with LEDGER.entry("read", "x.json"):
         busy = asyncio.run(worker.busy())
     assert busy.store.startswith("read x.json for 0 s; finished groups cannot be written: the disk is full")
     worker._groups = None
     assert asyncio.run(worker.busy()) == Busy(requests={})
+
+
+def test_a_worker_whose_store_hangs_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(LEDGER, "end_process", statuses.append)
+    recipe = {"launcher": {"store_seconds": 0.0}}
+    worker = Worker(cast(ServiceSpec, SimpleNamespace(store_url=tmp_path.as_uri(), recipe=recipe)))
+    asyncio.run(worker.busy())
+    assert not statuses
+    with LEDGER.entry("create", "part.parquet"):
+        asyncio.run(worker.busy())
+    assert statuses == [UNAVAILABLE]

@@ -215,7 +215,7 @@ def test_what_the_store_does_not_answer_is_named(caplog: pytest.LogCaptureFixtur
 def test_a_store_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
     statuses: list[int] = []
     watchdog = Watched()
-    watchdog.end_process = statuses.append
+    watchdog.ledger.end_process = statuses.append
     watchdog.settings = watchdog.settings.model_copy(update={"store_seconds": 30.0})
     with watchdog.ledger.entry("read", "/disk/run/x.json"):
         watchdog.for_seconds(25.0)

@@ -26,7 +26,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Detokenizer, Ends
 from areal_tasks.engines.lifeline import DUTIES
 from areal_tasks.engines.models import describing_files, load_tokenizer
-from areal_tasks.engines.service import ServiceSpec, as_service, read_spec, routes_of, serve, status_in
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, as_service, read_spec, routes_of, serve, status_in
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
@@ -233,7 +233,11 @@ class Worker:
         await self._client.follow(serving)
 
     async def busy(self) -> Busy:
-        """The worker's requests in flight, and what the store keeps it waiting for."""
+        """The worker's requests in flight, and what the store keeps it waiting for.
+
+        The process ends if that does not answer for `launcher.store_seconds`: an iteration may wait for it.
+        """
+        LEDGER.end_if_hangs(self._spec.recipe["launcher"]["store_seconds"], UNAVAILABLE)
         servers = self._client.servers if self._client is not None else []
         waits = [one.describe() for one in LEDGER.in_flight()[:1]]
         if self._groups is not None and self._groups.unwritten:
