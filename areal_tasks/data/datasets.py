@@ -177,14 +177,20 @@ def _hub_pairs(data: Data, split: str) -> Pairs:
 
 
 def _hub_rows(data: Data, split: str) -> Any:
-    import datasets  # slow to import, and optional: a run is not begun without it
-
+    where = _where(data, split)
+    try:
+        import datasets  # optional, and slow to import
+    except ImportError:
+        raise UserError(
+            f"{where} is the name of a Hugging Face data set, which needs the package 'datasets': "
+            "pip install 'arealflow[datasets]', or name a .jsonl or .parquet file"
+        ) from None
     try:
         return datasets.load_dataset(data.source, data.subset or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{_where(data, split)} cannot be loaded: {error}. Check data.source, data.subset and the splits' names, "
-            "and that the network reaches the hub; a file (.jsonl, .json, .parquet) needs no hub"
+            f"{where} cannot be loaded: {error}. Check data.source, data.subset and the splits' names, and that the "
+            "network reaches the hub; a file (.jsonl, .json, .parquet) needs no hub"
         ) from error
 
 

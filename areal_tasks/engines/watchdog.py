@@ -89,7 +89,7 @@ class _Wait:
 
 
 class Watchdog:
-    """One thread that watches everything a run waits for.
+    """Two threads that watch everything a run waits for: one the store, which the other may itself have to wait for.
 
     `end(name, reason)` ends a service; it is called again while the service has not been replaced. `clock` returns
     seconds, as does the ledger's.
@@ -110,7 +110,8 @@ class Watchdog:
         self._warned: dict[int, float] = {}  # store operation -> seconds after which the next warning is due
         self._waits: dict[int, _Wait] = {}
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        for poll in (lambda: self.check_store(), lambda: self.poll_all()):
+            threading.Thread(target=self._run, args=(poll,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Stop polling. Does not wait for a poll in progress."""
@@ -155,14 +156,13 @@ class Watchdog:
         lasting = [w for w in found if w.seconds >= seconds] or [w for w in own if w.seconds >= seconds]
         return sorted(lasting, key=lambda wait: -wait.seconds)
 
-    def _run(self) -> None:
+    def _run(self, poll: Callable[[], None]) -> None:
         while not self._closed.wait(self.pause):
-            self.poll_all()
+            poll()
 
     def poll_all(self) -> None:
-        """Poll everything that the run waits for, and act on the results."""
+        """Poll all services that the run waits for, and act on the results."""
         now = self.clock()
-        self._check_store()
         for wait in list(self._waits.values()):
             if now - wait.since >= self.pause:
                 self._poll(wait)
@@ -200,7 +200,7 @@ class Watchdog:
             notice = f". After {self.settings.hang_seconds:g} s (launcher.hang_seconds) at the latest it is restarted"
             log.warning("waiting for %s, %s%s", name, found, notice * endable)
 
-    def _check_store(self) -> None:
+    def check_store(self) -> None:
         """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself.
 
         One that lasts `launcher.store_seconds` ends this process.

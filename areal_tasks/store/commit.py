@@ -62,11 +62,18 @@ def read_record(store: Store, path: str, model: type[R]) -> R:
         Missing: there is none.
         UserError: it is damaged, or was written by a newer version of this program.
     """
+    return read_with_digest(store, path, model)[0]
+
+
+def read_with_digest(store: Store, path: str, model: type[R]) -> tuple[R, str]:
+    """The record at `path`, and the SHA-256 of its bytes, in hex. Errors as of `read_record`."""
     data = store.read(path)
     try:
-        return decode(store, path, model, data)
+        record = decode(store, path, model, data)
     except StoreError:  # it may have been corrupted in transit
-        return decode(store, path, model, store.read(path))
+        data = store.read(path)
+        record = decode(store, path, model, data)
+    return record, hashlib.sha256(data).hexdigest()
 
 
 def find_record(store: Store, path: str, model: type[R]) -> R | None:

@@ -8,10 +8,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
+
+from areal_tasks.store.parallel import in_background
 
 log = logging.getLogger(__name__)
+
+LAST_SECONDS: Final = 10.0  # for the last lines of this process's log
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,12 @@ class Operation:
         return f"{self.what} for {time.monotonic() - self.since:.0f} s"
 
 
+def _end_process(status: int) -> None:
+    flushed = in_background(logging.shutdown, "last lines")  # handlers may still hold them, as Prefect's do
+    futures.wait([flushed], LAST_SECONDS)
+    os._exit(status)
+
+
 class Ledger:
     """A list of the operations in flight, of all threads, and the number of those that ended. `clock` gives seconds.
 
@@ -34,7 +46,7 @@ class Ledger:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, end_process: Callable[[int], object] = os._exit
+        self, clock: Callable[[], float] = time.monotonic, end_process: Callable[[int], object] = _end_process
     ) -> None:
         self.clock = clock
         self.end_process = end_process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_a_folder_that_is_no_iteration_is_no_obstacle(small: Store) -> None:
     report = audit(small, "small")
     assert (report.root, report.iterations) == (before.root, 2)
     assert report.unselected_files == 1 and report.sound
+
+
+def test_a_commit_that_is_altered_in_transit_is_no_defect(small: Store) -> None:
+    commit, read, answers = paths.iteration_commit("small", 0), small.read, list[str]()
+
+    def altered_at(turn: int, path: str) -> bytes:
+        answers.append(path)
+        data = read(path)
+        return data[::-1] if path == commit and answers.count(commit) == turn else data
+
+    for turn in (1, 2):
+        answers.clear()
+        small.read = partial(altered_at, turn)  # type: ignore[method-assign]
+        assert audit(small, "small").sound
+    assert answers.count(commit) == 1, "it is read once"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

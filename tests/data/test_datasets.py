@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,6 +151,12 @@ def test_a_repository_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(UserError, match=r"nobody/nothing', split 'train', cannot be loaded: .*a file .* needs no hub"):
         load_rows(Data(source="nobody/nothing"), "train")
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"needs the package 'datasets': pip install"):
+        load_rows(Data(source="openai/gsm8k", subset="main"), "train")
 
 
 def test_an_s3_url_on_a_real_server(s3_store: Store) -> None:

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,7 @@ class Watched(Watchdog):
             settings, lambda name, why: self.ended.append(f"{name} {why}"), self.ledger, clock=lambda: self.now
         )
 
-    def _run(self) -> None:
+    def _run(self, poll: Callable[[], None]) -> None:
         """Nothing happens by itself."""
 
     def for_seconds(self, seconds: float, every: float = 2.5) -> None:
@@ -90,6 +91,7 @@ class Watched(Watchdog):
         end = self.now + seconds
         while self.now < end:
             self.now += every
+            self.check_store()
             self.poll_all()
 
 
@@ -223,17 +225,27 @@ def test_a_store_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixture) -
     assert "no answer to read /disk/run/x.json in launcher.store_seconds = 30; this process ends" in caplog.text
 
 
+def waits_for_the_store(name: str, why: str) -> None:
+    threading.Event().wait()
+
+
 def hang_at_the_store(path: str) -> None:
-    """A process that reads a store whose file never answers: a pipe that has no writer."""
-    settings = Launcher.model_validate({"type": "local", "warn_seconds": 0.1, "store_seconds": 0.5})
-    Watchdog(settings, lambda name, why: None)
-    open_store(f"file://{Path(path).parent}").read(Path(path).name)
+    """A process that reads a store whose file never answers: a pipe that has no writer.
+
+    Whoever ends a service that hangs waits for the store, too. The log is written when it is flushed.
+    """
+    settings = Launcher.model_validate({"warn_seconds": 0.1, "hang_seconds": 0.2, "store_seconds": 1.0})
+    logging.root.addHandler(MemoryHandler(1000, logging.CRITICAL + 1, logging.FileHandler(f"{path}.log")))
+    watchdog = Watchdog(settings, waits_for_the_store)
+    with watchdog.waiting("work", stuck):
+        open_store(f"file://{Path(path).parent}").read(Path(path).name)
 
 
 def test_a_process_whose_disk_hangs_ends(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.json")
     process = Process(hang_at_the_store, str(tmp_path / "x.json"))
     assert process.wait(LIMIT) == UNAVAILABLE
+    assert "the store hangs: no answer to read " in (tmp_path / "x.json.log").read_text()
 
 
 def test_what_is_waited_for_is_told_with_who_is_at_it_since_when_and_what_ends_it() -> None:

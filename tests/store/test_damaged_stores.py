@@ -110,6 +110,18 @@ def test_a_file_that_is_damaged_is_named_by_whoever_needs_it(
     assert run_sql(place, "r", QUERY) == answer and audit(place, "r").sound
 
 
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_no_other_file_is_read_again_to_find_one_that_is_named(place: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, hashed = load_run(place, "r"), list[str]()
+    ref = next(ref for ref in run.commit(FIRST - 1).stages if ref.stage == "rollout")
+    path = run.read_stage(ref).tables["rollout"].shards[0].path
+    exchange(place, path, DAMAGES["altered"](place.read(path)))
+    monkeypatch.setattr(inventory, "file_digest", lambda store, path, progress: hashed.append(path) or ("", 0))
+    with pytest.raises(UserError, match=r"is damaged"):
+        run_sql(place, "r", QUERY)
+    assert not hashed
+
+
 LARGE: dict[str, Damage] = DAMAGES | {
     "footer": lambda data: data[:-99] + bytes([data[-99] ^ 1]) + data[-98:],
     "another": lambda data: data + data[-8:],

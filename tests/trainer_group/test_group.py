@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 from trainer_builders import World
 from waiting import LIMIT, wait_until
 
@@ -251,10 +251,27 @@ def test_disagreement() -> None:
     assert disagreement([Outcome(0, "v1"), Outcome(1, "v1", "crash", harmless=False)]) == "rank 1: crash"
 
 
+class Cut(HashStore):
+    """A store whose connection breaks before an outcome is posted."""
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith("outcome/"):
+            raise DistNetworkError("Connection reset by peer")
+        super().set(key, value)
+
+
+def test_a_rank_that_loses_the_store_says_so() -> None:
+    store = Cut()
+    store.set("command/1", "go")
+    with pytest.raises(DistNetworkError, match="Connection reset by peer"):
+        Group(1, 2, store).follow(lambda command: None, lambda: "v1")
+
+
 def test_a_place_is_rank_0_unless_it_is_started_as_another() -> None:
     settings = Trainer(backend="fsdp2", ranks=2)
     place = find_place(settings, {})
     assert (place.rank, place.world, place.spawned) == (0, 2, False)
+    assert find_place(settings, {"RANK": "3", "WORLD_SIZE": "8"}) == place, "of the job that started the flow"
     started = Place(1, 1, 2, 2, True)
     assert find_place(settings, environment(started, "127.0.0.1", 1234)) == started
 

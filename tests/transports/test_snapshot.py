@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from areal_tasks.engines.trainer import snapshot
 from areal_tasks.engines.trainer.snapshot import TYPES, Snapshot
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.objects.files import digest_of
 from areal_tasks.store.objects.local import file_sha256
 from schemas.manifest import FileRef
 
@@ -71,6 +72,17 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(set(index["weight_map"].values())) > 1
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], tensors()[name])
+
+
+def test_the_digest_of_weights_in_many_files_is_that_of_recorded_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the keys of the stages that use them, so files are divided as before."""
+    monkeypatch.setattr(snapshot, "SHARD_BYTES", 400)
+    held = Snapshot(torch.float32)
+    held.take(1, [(f"layer.{i}", torch.arange(30.0) + i) for i in range(12)])
+    files = held.save(open_store(tmp_path.as_uri()), "r/weights/version=000001/attempt=a", {})
+    assert digest_of(files) == "7b8de527e17e1b67fc501e09c41429af62be63db8514c45c9694bf35968d2e0a"
 
 
 def test_a_later_version_takes_the_place_of_the_first(tmp_path: Path) -> None:

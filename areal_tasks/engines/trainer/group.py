@@ -207,6 +207,8 @@ class Group:
         try:
             found = self._gathered(f"outcome/{self._command}/", asdict(mine), timeout)
         except RuntimeError as error:  # torch's DistStoreError: this rank failed, and the others posted no outcome
+            if not mine.error:  # the group's store itself failed
+                raise
             raise GroupBroken(f"rank {self.rank}: {mine.error}", mine.harmless) from error
         for key in self._stale:  # all ranks have finished this command, so they have read the previous one's keys
             self.store.delete_key(key)

@@ -42,6 +42,8 @@ from schemas.recipe.training import Trainer
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+#: The variable of those that rank 0 starts. torchrun's may also be those of whoever started the flow.
+STARTED: Final = "AREAL_LOCAL_RANK"
 #: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
 FIND_SECONDS: Final = 0.2  # between two polls for the record of rank 0
@@ -59,17 +61,16 @@ class Place:
 
 
 def environment(place: Place, host: str, port: int) -> dict[str, str]:
-    """The environment that torchrun gives to a rank whose group has its key-value store at this address."""
+    """What torchrun gives to a rank whose group has its key-value store at this address, and STARTED."""
     names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world, "MASTER_PORT": port}
-    names |= {"LOCAL_WORLD_SIZE": place.local_world}
+    names |= {"LOCAL_WORLD_SIZE": place.local_world, STARTED: place.local_rank}
     return {"MASTER_ADDR": host, **{name: str(number) for name, number in names.items()}}
 
 
 def find_place(settings: Trainer, given: Mapping[str, str], node: int = 0) -> Place:
     """This process's place on machine number `node` of a trainer of `settings.ranks` ranks."""
-    here, spawned = settings.ranks // settings.nodes, "RANK" in given
-    local_rank = int(given["LOCAL_RANK"]) if spawned else 0
-    return Place(node * here + local_rank, local_rank, settings.ranks, here, spawned)
+    here, local_rank = settings.ranks // settings.nodes, int(given.get(STARTED, 0))
+    return Place(node * here + local_rank, local_rank, settings.ranks, here, STARTED in given)
 
 
 def cpu_threads(settings: Trainer) -> int:

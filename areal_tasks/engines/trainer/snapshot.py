@@ -11,17 +11,16 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor
 
-from areal_tasks.engines.names import INDEX, Names
+from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.shares import empty_model
 from areal_tasks.store.backend import Content, Store
 from areal_tasks.store.parallel import parallel
@@ -30,8 +29,6 @@ from schemas.manifest import FileRef
 Named = Mapping[str, Tensor]
 Wait = Callable[[], object]
 
-#: The names of the files of weights.
-PATTERN: Final = "model{suffix}.safetensors"
 SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed concurrently
 _THREADS: Final = 16  # at least: a disk takes several files at once
 #: The dtypes of a recipe's `model.dtype`.
@@ -77,16 +74,15 @@ class Snapshot:
             self.version = None
 
     def save(self, store: Store, prefix: str, others: Mapping[str, bytes]) -> tuple[FileRef, ...]:
-        """Write the tensors as safetensors under `prefix`, and `others` by their names.
+        """Write the tensors as safetensors under `prefix`, in files of about SHARD_BYTES, and `others` by their names.
 
-        A file holds at most SHARD_BYTES, or one tensor. Writing and hashing run concurrently, and together take as long
-        as the longer of the two, which for a large file may be hashing. Returns the files sorted by path.
+        Writing and hashing run concurrently, and together take as long as the longer of the two, which for a large file
+        may be hashing. Returns the files sorted by path.
         """
-        split = split_torch_state_dict_into_shards(self.tensors, max_shard_size=SHARD_BYTES, filename_pattern=PATTERN)
-        shards = [(file, {n: self.tensors[n] for n in names}) for file, names in split.filename_to_tensors.items()]
-        largest_first = sorted(shards, key=lambda one: -sum(tensor.nbytes for tensor in one[1].values()))
-        content = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=1).encode()
-        index = {INDEX: content} if split.is_sharded else {}
+        shards = _shards(self.tensors)
+        names = _file_names(len(shards))
+        largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
+        index = {} if len(shards) == 1 else {"model.safetensors.index.json": _index(names, shards)}
         coming: list[tuple[str, Callable[[], Content]]] = [
             *((f"{prefix}/{name}", partial(_content, *self._copied(shard))) for name, shard in largest_first),
             *((f"{prefix}/{name}", partial(list, [data])) for name, data in {**others, **index}.items()),
@@ -154,8 +150,38 @@ def _copy_into(held: dict[str, Tensor], name: str, tensor: Tensor, device: torch
     held[name].copy_(tensor, non_blocking=True)
 
 
+def _shards(tensors: Named) -> list[Named]:
+    """The tensors in their order, cut into runs of at least SHARD_BYTES."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size >= SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return list(shards)
+
+
+def _size(shard: Named) -> int:
+    return sum(tensor.nbytes for tensor in shard.values())
+
+
 def _no_wait() -> None:
     """Tensors on the host need no wait."""
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _index(names: Sequence[str], shards: Sequence[Named]) -> bytes:
+    """The index that Hugging Face's loaders read to find each tensor."""
+    total = sum(_size(shard) for shard in shards)
+    places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()
 
 
 def _content(tensors: Named, wait: Wait) -> Content:

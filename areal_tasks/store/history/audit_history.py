@@ -13,7 +13,7 @@ from itertools import islice
 from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import bytes_digest
+from areal_tasks.store.commit import bytes_digest, read_with_digest
 from areal_tasks.store.history.audit_records import Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
@@ -60,11 +60,12 @@ def committed(store: Store, name: str, first: int) -> int:
 def _link(found: Findings, name: str, k: int) -> Link:
     path = paths.iteration_commit(name, k)
     affects = f"everything that iteration {k} selects, and the chain from there on"
-    commit = found.record(path, IterationCommit, affects=affects)
+    read = partial(read_with_digest, found.store, path, IterationCommit)
+    commit, digest = found.attempt(path, affects, read) or (None, "")
     if commit is not None and (commit.run, commit.iteration) != (name, k):
         found.report(path, f"is the commit of iteration {commit.iteration} of run {commit.run!r}", affects)
-        commit = None
-    return Link(path, bytes_digest(found.store, path) if commit else "", commit)
+        commit, digest = None, ""
+    return Link(path, digest, commit)
 
 
 def _check_links(found: Findings, before: Link, own: list[Link]) -> None:

@@ -60,13 +60,16 @@ class CheckedFiles:
 
     def failed(self, fragments: Sequence[Any], error: Exception) -> Exception:
         """Why these fragments could not be scanned: the first of their files that is damaged, else `error`."""
-        for file in filter(None, (self.known.get(fragment.path) for fragment in fragments)):
+        files = [self.known[fragment.path] for fragment in fragments if fragment.path in self.known]
+        if (named := isinstance(error, StoreError)) and not any(isinstance(file, CompactFile) for file in files):
+            return error
+        for file in files:
             try:
                 check_sha256(self.store, file)
             except StoreError as damage:
                 if isinstance(file, CompactFile):
                     return DamagedCopy(str(damage))
-                return error if isinstance(error, StoreError) else damage
+                return error if named else damage
         return error
 
     def _checked(self, fragment: Any) -> Any:
