@@ -511,6 +511,7 @@ def test_a_service_that_joins_and_cannot_start_does_not_end_the_others(begin: Be
 def test_a_service_that_joins_where_no_machine_is_left_is_started_again_later(
     begin: Begin, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("areal_tasks.launchers.supervisor.LONGEST_PAUSE_SECONDS", 0.5)
     supervisor = begin("ready")
     [url] = supervisor.wait(["ready"])
     with monkeypatch.context() as patch:
