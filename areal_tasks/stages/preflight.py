@@ -33,7 +33,8 @@ def check_engines(recipe: Recipe) -> None:
     external = bool(external_servers())
     if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external:
         require_package("sglang", "inference.engine")
-    if not isinstance(recipe, EvaluateRecipe) and recipe.trainer.backend == "deepspeed":
+    trainer = None if isinstance(recipe, EvaluateRecipe) else recipe.trainer
+    if trainer is not None and trainer.backend == "deepspeed" and trainer.zero_stage:
         require_package("deepspeed", "trainer.backend")
     place_recipe(recipe, visible_gpus() if on_this_machine(recipe.launcher) else (), external)
 

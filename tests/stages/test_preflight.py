@@ -37,6 +37,7 @@ def test_deepspeed_is_named_where_it_is_not_installed(monkeypatch: pytest.Monkey
     recipe = load_recipe("sft-gsm8k", ["trainer.backend=deepspeed"])
     with pytest.raises(UserError, match=r"trainer\.backend: deepspeed is not installed here"):
         check_engines(recipe)
+    check_engines(load_recipe("sft-gsm8k", ["trainer.backend=deepspeed", "trainer.zero_stage=0"]))
 
 
 def test_fsdp2_needs_nothing_more() -> None:
