@@ -77,7 +77,7 @@ class Ledger:
         for oldest in self.in_flight()[:1]:
             if self.clock() - oldest.since >= seconds:
                 why = f"no answer to {oldest.what} in launcher.store_seconds = {seconds:g}"
-                log.critical("the store hangs: %s; this process ends. If nothing restarts it, start the run again.", why)
+                log.critical("the store hangs: %s; this process ends. If nothing restarts it, resume the run.", why)
                 self.end_process(status)
 
 
