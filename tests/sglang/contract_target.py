@@ -117,7 +117,8 @@ class Target:
         yield lambda work: asyncio.run(call(work))
 
     def assert_logprobs(self, prompt: list[int], output: list[int], found: list[float], temperature: float) -> None:
-        self.assert_close(found, reference(self.folder, prompt, output, temperature))
+        scale = max(1.0, 1 / temperature) if temperature else 1.0  # logits are divided by it, and so is their rounding
+        self.assert_close(found, reference(self.folder, prompt, output, temperature), scale)
 
     def assert_cut(self, prompt: list[int], result: GenerateResult, version: int) -> None:
         """The first tokens are of `version` and the folder's weights, the others of the next and the other folder's."""
@@ -126,8 +127,8 @@ class Target:
         before, after = (reference(folder, prompt, result.output_ids, 1.0) for folder in (self.folder, self.other))
         self.assert_close(result.logprobs, [*before[:cut], *after[cut:]])
 
-    def assert_close(self, found: list[float], expected: list[float]) -> None:
-        gaps = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    def assert_close(self, found: list[float], expected: list[float], scale: float = 1.0) -> None:
+        gaps = [abs(a - b) / scale for a, b in zip(found, expected, strict=True)]
         assert sum(gaps) / len(gaps) <= self.mean_gap and max(gaps) <= self.largest_gap, (found, expected)
 
 
