@@ -44,7 +44,7 @@ AUTOSCALING: Final = {
     **{unused: {} for unused in ("auth", "file_mounts", "cluster_synced_files")},
     **{unused: [] for unused in ("worker_setup_commands", "worker_start_ray_commands")},
 }
-installed = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray")
+on_ray = pytest.mark.slow("Ray's daemons, half a minute")
 
 
 class Flow:
@@ -125,7 +125,7 @@ def flow(bed: Bed) -> Iterator[Flow]:
         made.process.wait(LIMIT)
 
 
-@installed
+@on_ray
 def test_a_task_runs_on_a_node(flow: Flow) -> None:
     """With its environment, in a session of its own; what it prints and its exit code come back."""
     shown = "socket.gethostname(), os.environ['WORD'], os.getsid(0) == os.getpid()"
@@ -136,13 +136,13 @@ def test_a_task_runs_on_a_node(flow: Flow) -> None:
     assert flow.waiting("a") == ""
 
 
-@installed
+@on_ray
 def test_a_task_without_gpus_sees_none(flow: Flow) -> None:
     flow.ask("submit", name="a", code="import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
     assert flow.ended("a") == 0 and flow.output("a") == "''\n"
 
 
-@installed
+@on_ray
 def test_a_task_says_what_it_waits_for(flow: Flow) -> None:
     flow.forever("a", cpus=2)
     flow.forever("b", cpus=2)
@@ -153,7 +153,7 @@ def test_a_task_says_what_it_waits_for(flow: Flow) -> None:
     wait_until(lambda: flow.waiting("c") == "", "room for c")
 
 
-@installed
+@on_ray
 def test_the_machines_and_what_of_them_is_free(flow: Flow) -> None:
     empty = [["head", 0, 0], ["node1", 2, 2], ["node2", 2, 2]]
     wait_until(lambda: flow.ask("machines") == empty, "the end of what ran before")
@@ -162,13 +162,13 @@ def test_the_machines_and_what_of_them_is_free(flow: Flow) -> None:
     wait_until(lambda: flow.ask("machines") == taken, "its share")
 
 
-@installed
+@on_ray
 def test_what_fits_no_node_is_refused(flow: Flow) -> None:
     with pytest.raises(UserError, match=r"needs 3 CPU, 1 GPU of one node; the nodes have: 0 CPU, 0 GPU; 2 CPU, 0 GPU"):
         flow.ask("submit", name="a", code=FOREVER, cpus=3, gpus=1)
 
 
-@installed
+@on_ray
 def test_a_cancelled_task_ends(bed: Bed, flow: Flow) -> None:
     where = flow.forever("a")
     flow.ask("cancel", name="a")
@@ -176,7 +176,7 @@ def test_a_cancelled_task_ends(bed: Bed, flow: Flow) -> None:
     wait_until(lambda: bed.gone(*where), "its end")
 
 
-@installed
+@on_ray
 def test_tasks_end_with_a_flow_that_is_killed_and_not_with_another(bed: Bed, flow: Flow) -> None:
     """Both name their task alike."""
     other = bed.flow()
@@ -186,7 +186,7 @@ def test_tasks_end_with_a_flow_that_is_killed_and_not_with_another(bed: Bed, flo
     assert flow.exit_code("a") is None and not bed.gone(*mine)
 
 
-@installed
+@on_ray
 def test_ray_gets_no_secret_of_the_flow(bed: Bed, flow: Flow) -> None:
     """Neither Ray's processes nor tasks hold it; the same search finds what a task's environment holds."""
     where = flow.forever("a")
@@ -225,7 +225,6 @@ def read(memory: Any, begin: int, end: int) -> bytes:
         return b""
 
 
-@installed
 @pytest.mark.slow("Ray takes half a minute to find that a node is lost")
 def test_lost_nodes() -> None:
     """A task is lost with a node that vanishes, or that is cut off."""
@@ -243,7 +242,6 @@ def test_lost_nodes() -> None:
         flow.ask("close")
 
 
-@installed
 @pytest.mark.slow("Ray's driver gives up a head that has ended after a minute")
 def test_a_lost_head() -> None:
     with Machines("head", "node1", "node2") as machines:
@@ -261,7 +259,6 @@ def test_a_lost_head() -> None:
             flow.ask("submit", name="c", code=FOREVER)
 
 
-@installed
 @pytest.mark.slow("a whole quickstart, 2 min")
 def test_the_quickstart_on_a_cluster() -> None:
     """Its services run on the nodes, which have the keys of the store from the environment of `ray start`."""
@@ -277,7 +274,6 @@ def test_the_quickstart_on_a_cluster() -> None:
         assert set(hosts.values()) == {"node1", "node2"}
 
 
-@installed
 @pytest.mark.slow("a whole quickstart, 2 min")
 def test_the_quickstart_on_nodes_that_the_autoscaler_adds() -> None:
     """The plan says what services wait for, nodes are added for them, and go when the run has ended."""
@@ -314,7 +310,7 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ray.RayCluster(Launcher(type="ray"))
 
 
-@installed
+@on_ray
 @pytest.mark.parametrize("address", ["", "auto", "ray://head:10001", "head"])
 def test_the_address_is_not_one_of_a_head(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ray.ADDRESS, address)
@@ -322,7 +318,7 @@ def test_the_address_is_not_one_of_a_head(address: str, monkeypatch: pytest.Monk
         ray.RayCluster(Launcher(type="ray"))
 
 
-@installed
+@on_ray
 def test_nothing_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ray.ADDRESS, "127.0.0.1:1")
     with pytest.raises(ray.ClusterUnreachable, match=r"No Ray cluster answers at RAY_ADDRESS=127\.0\.0\.1:1"):
@@ -389,7 +385,7 @@ def test_listing_nodes_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.M
     wait_until(lambda: psutil.Process().num_fds() == before, "the end of what was open")
 
 
-@installed
+@on_ray
 def test_a_character_of_which_a_part_is_printed_is_whole_in_the_output(tmp_path: Path) -> None:
     from areal_tasks.launchers.ray_driver import Runner
 

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from typing import Final
 
-import pytest
 from waiting import wait_until
 from warm_processes import FORKED
 
@@ -147,8 +145,6 @@ class OnRay(Cluster):
     place = ("launcher.type=ray",)
 
     def __init__(self, bed: Machines) -> None:
-        if importlib.util.find_spec("ray") is None:
-            pytest.skip("Ray is not installed: pip install ray")
         super().__init__(bed)
         self.address = f"{bed[CONTROL].address}:6379"
         self.environment = {"RAY_ADDRESS": self.address}

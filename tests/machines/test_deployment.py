@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -24,7 +23,6 @@ OVERRIDES: Final = (
 
 
 @pytest.mark.slow("Ray's and Prefect's daemons, and a run of a minute")
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray")
 def test_a_deployment_runs_on_a_ray_cluster() -> None:
     with Machines("control", "worker", "node1", "node2", s3=True) as bed:
         control, worker = bed["control"], bed["worker"]
