@@ -119,7 +119,12 @@ def place(
         _refuse_named(trainer_gpus, "trainer.gpus")
         _refuse_named(inference_gpus, "inference.gpus")
         return Placement(servers=((),) * servers)
-    trainer = _trainer(visible, ranks, trainer_gpus)
+    if not trainer_gpus and ranks > len(visible):
+        raise UserError(
+            f"trainer.ranks: {ranks} ranks need a GPU each, and {_count(visible)}; lower trainer.ranks "
+            "(CUDA_VISIBLE_DEVICES says which GPUs are visible)"
+        )
+    trainer = _named(visible, trainer_gpus, "trainer.gpus") or tuple(visible[:ranks])
     pool = _named(visible, inference_gpus, "inference.gpus") or _pool(visible, trainer, servers * tensor_parallel)
     starts = range(0, servers * tensor_parallel, tensor_parallel)
     return Placement(trainer, tuple(pool[at : at + tensor_parallel] for at in starts))
@@ -152,15 +157,6 @@ def describe(placement: Placement) -> str:
 def _refuse_named(chosen: Sequence[int], field: str) -> None:
     if chosen:
         raise UserError(f"{field}: names GPU {chosen[0]}, but none is visible; leave it out to use the CPU")
-
-
-def _trainer(visible: Sequence[str], ranks: int, chosen: Sequence[int]) -> tuple[str, ...]:
-    if not chosen and ranks > len(visible):
-        raise UserError(
-            f"trainer.ranks: {ranks} ranks need a GPU each, and {_count(visible)}; lower trainer.ranks "
-            "(CUDA_VISIBLE_DEVICES says which GPUs are visible)"
-        )
-    return _named(visible, chosen, "trainer.gpus") or tuple(visible[:ranks])
 
 
 def _named(visible: Sequence[str], chosen: Sequence[int], field: str) -> tuple[str, ...]:

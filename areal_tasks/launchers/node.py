@@ -168,7 +168,9 @@ class Agent:
         if not self.lost:  # the request may have waited while this process, or its machine, was stopped
             self._renewed = time.monotonic()
         rotate(self._log, order.log_from)
-        self._measure()
+        if self._handle is not None and (self._measuring is None or self._measuring.done()):
+            # in the background: the lease must not wait for an `nvidia-smi` that hangs
+            self._measuring = asyncio.ensure_future(self._measure(self._handle))
         until = time.monotonic() + order.seconds
         while (state := self._state(order.log_from)).exit_code is None and not state.log and time.monotonic() < until:
             await asyncio.sleep(POLL_SECONDS)
@@ -187,12 +189,7 @@ class Agent:
             part = file.read(LOG_BYTES)
         return State(exit_code=code if len(part) < LOG_BYTES else None, log=part, usage=self._usage)
 
-    def _measure(self) -> None:
-        """Measure the service in the background: the lease must not wait for an `nvidia-smi` that hangs."""
-        if self._handle is not None and (self._measuring is None or self._measuring.done()):
-            self._measuring = asyncio.ensure_future(self._measured(self._handle))
-
-    async def _measured(self, handle: LocalHandle) -> None:
+    async def _measure(self, handle: LocalHandle) -> None:
         self._usage = await asyncio.to_thread(handle.usage)
 
     def stop(self, order: Stop) -> None:

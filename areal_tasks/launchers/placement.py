@@ -112,17 +112,12 @@ def _shortage(needs: Resources, machine: Machine, left: Resources) -> str:
     """`needs 8 GPUs on one node; n3 has 8, 5 of them in use (3 by this run)`."""
     if machine.state:
         return f"needs {_amounts(needs, KINDS)} on one node; {machine.name} has as much, but is {machine.state}"
-    lacking = _lacking(needs, left)
-    return f"needs {_amounts(needs, lacking)} on one node; {machine.name} has {_uses(machine, left, lacking)}"
-
-
-def _uses(machine: Machine, left: Resources, kinds: Iterable[str]) -> str:
-    parts = []
-    for kind in kinds:
+    lacking, parts = _lacking(needs, left), []
+    for kind in lacking:
         total, own = getattr(machine.total, kind), getattr(machine.free, kind) - getattr(left, kind)
         by = f" ({own} by this run)" if own else ""
         parts.append(f"{_amount(total, kind)}, {total - getattr(left, kind)} of them in use{by}")
-    return " and ".join(parts)
+    return f"needs {_amounts(needs, lacking)} on one node; {machine.name} has {' and '.join(parts)}"
 
 
 def _too_large(needs: Resources, machines: Sequence[Machine]) -> str:
