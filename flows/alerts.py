@@ -32,8 +32,7 @@ class Alert:
 class AlertMonitor:
     """Called with each iteration's metrics, returns the warnings that the previous iteration did not raise.
 
-    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward covers this start of the flow only, not
-    earlier starts.
+    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward is that since this start of the flow.
     """
 
     def __init__(self, settings: Alerts) -> None:
@@ -54,15 +53,12 @@ class AlertMonitor:
         verify = metrics.get("verify", {})
         # if no completion could be judged, the mean reward of 0 is meaningless
         if math.isfinite(verify.get("reward", math.nan)) and unjudged(verify) < 1.0:
-            self._remember(verify["reward"])
+            self.last.append(verify["reward"])
+            if len(self.last) > self.settings.window:
+                self.earlier.add(self.last.popleft())
         if (collapse := reward_collapse(self.earlier, list(self.last), self.settings)) is not None:
             yield collapse
         yield from threshold_alerts(metrics, eta, self.settings)
-
-    def _remember(self, reward: float) -> None:
-        self.last.append(reward)
-        if len(self.last) > self.settings.window:
-            self.earlier.add(self.last.popleft())
 
 
 class RewardBaseline:

@@ -131,12 +131,10 @@ class ServiceSamples(RepeatedWork):
         self.stored.add(self.sampler.sample())
         if self.stored.newly_watched():
             self._watched = now
-        if now - self._watched < WATCHED_SECONDS or now - self._wrote >= self._pause(now):
+        pause = min(LONGEST_SECONDS, max(FIRST_SECONDS, SHARE * (now - self._began)))
+        if now - self._watched < WATCHED_SECONDS or now - self._wrote >= pause:
             self._wrote = now
             self.stored.write()
-
-    def _pause(self, now: float) -> float:
-        return min(LONGEST_SECONDS, max(FIRST_SECONDS, SHARE * (now - self._began)))
 
     def end(self) -> None:
         """Sample once more, and store everything."""

@@ -35,9 +35,7 @@ _LONGEST_PAUSE_SECONDS: Final = 8.0
 def load_s3_keys(store_url: str) -> bool:
     """If the store is on S3 and the environment has no keys, set those that Prefect keeps. Returns whether it did.
 
-    Raises:
-        UserError: Prefect's block is not a pair of keys, or its server has not answered for a minute.
-        httpx.HTTPStatusError: the Prefect server refuses.
+    Errors as of `read_prefect_keys`; UserError if the Prefect server has not answered for a minute.
     """
     if not on_s3(store_url) or set_key_variables():
         return False
@@ -74,9 +72,7 @@ def set_keys(kept: Mapping[str, str]) -> None:
 def read_prefect_keys() -> dict[str, str]:
     """The keys that the Prefect server keeps, with endpoint and region if it has them; empty if it has no keys.
 
-    Raises:
-        UserError: the block holds something else.
-        httpx.HTTPError: the Prefect server does not answer, or refuses.
+    UserError if the block holds something else; httpx.HTTPError if the server does not answer, or refuses.
     """
     from prefect.client.orchestration import get_client  # takes a second
     from prefect.exceptions import ObjectNotFound

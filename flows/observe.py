@@ -78,16 +78,13 @@ class Observer:
     def __call__(self, result: IterationResult) -> None:
         self.log.info(summary_line(result))
         self.events.committed(result)
-        self._warn(result)
+        for alert in self.watch(metrics_of(result), result.eta) if self.watch else ():
+            self.log.warning("%s: %s", alert.cause, alert.message)
+            self.events.alert(result, alert)
         whole = result.iteration % self.every == 0 or result.iteration == result.of - 1
         if whole or any(not built.reused and is_long(built) for built in result.news):
             what = f"iteration {result.iteration}"
             self.artifacts.offer(what, partial(self._show, result, whole))
-
-    def _warn(self, result: IterationResult) -> None:
-        for alert in self.watch(metrics_of(result), result.eta) if self.watch else ():
-            self.log.warning("%s: %s", alert.cause, alert.message)
-            self.events.alert(result, alert)
 
     # ── in the artifact thread ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,7 +97,9 @@ class Observer:
         }
         if not whole:
             return
-        self._progress(result)
+        percent = 100.0 * (result.iteration + 1) / result.of
+        about = f"Iterations of {self.run.label}"
+        self.artifacts.show("progress", percent, artifact_key(self.run.name, "progress"), about)
         self._iteration(result, pages)
         for built in result.built.values():
             if built.manifest.stage in ("rollout", "evaluate"):
@@ -111,11 +110,6 @@ class Observer:
         page = manifest_page(built.label, self.run.store, built.manifest)
         task_run = UUID(built.manifest.provenance.prefect_task_run_id)
         return self.artifacts.create("markdown", page, None, f"Manifest of {built.label}", task_run)
-
-    def _progress(self, result: IterationResult) -> None:
-        percent = 100.0 * (result.iteration + 1) / result.of
-        key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.label}"
-        self.artifacts.show("progress", percent, key, about)
 
     def _iteration(self, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         stages = in_order(result)

@@ -212,17 +212,13 @@ def _ages(rows: Sequence[dict[str, Any]], trained: int | None) -> list[str]:
 
 
 def _selected(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each sample once, under all of its headings, in order of first occurrence."""
     judged = [row for row in rows if not math.isnan(row["reward"])]
     by_reward = sorted(judged, key=lambda row: (row["reward"], row["num_generated"]))
     found = [("Best", by_reward[-1]), ("Worst", by_reward[0])] if judged else []
     found.append(("Longest", max(rows, key=lambda row: row["num_generated"])))
     for verdict, heading in (("unparseable", "No answer found"), ("timeout", "Timed out"), ("error", "Not verified")):
         found += [(heading, row) for row in rows if row["verdict"] == verdict][:1]
-    return _each_once(found)
-
-
-def _each_once(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Each sample once, under all of its headings, in order of first occurrence."""
     headings: dict[str, list[str]] = {}
     for heading, row in found:
         headings.setdefault(row["sample_id"], []).append(heading)
@@ -244,8 +240,6 @@ def _section(heading: str, row: dict[str, Any]) -> str:
 
 def _block(text: str) -> str:
     """An indented code block, in which nothing is markup. Long lines are folded, which the UI does not do."""
-    return "\n".join(f"    {part}" for line in (text or "(empty)").splitlines() for part in _folded(line))
-
-
-def _folded(line: str) -> list[str]:
-    return textwrap.wrap(line, PAGE_WIDTH, drop_whitespace=False, break_on_hyphens=False) or [""]
+    folded = textwrap.TextWrapper(PAGE_WIDTH, drop_whitespace=False, break_on_hyphens=False)
+    lines = (text or "(empty)").splitlines()
+    return "\n".join(f"    {part}" for line in lines for part in folded.wrap(line) or [""])

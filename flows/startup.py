@@ -17,7 +17,7 @@ import psutil
 from prefect import get_run_logger
 
 from areal_tasks.stages.jobs import IterationResult
-from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.paths import service
@@ -62,7 +62,8 @@ class Startup:
         self.reported = True
         made = [built.manifest for built in result.built.values() if not built.reused]
         found = {"seconds": time.time() - self.began} | self.before | stage_seconds(made)
-        found |= {name + READY: at - self.began for name, at in ready_times(run.store, run, services).items()}
+        records = [find_record(run.store, service(run.name, run.owner, name, 0), ServiceRecord) for name in services]
+        found |= {one.name + READY: epoch(one.started) - self.began for one in records if one is not None}
         details = {name: round(seconds, 3) for name, seconds in found.items()}
         get_run_logger().info("%s", describe(details))
         try:
@@ -83,12 +84,6 @@ def stage_seconds(manifests: Sequence[StageManifest]) -> dict[str, float]:
     """Seconds of each stage, in order of commit; stages may overlap."""
     spans = [(epoch(m.provenance.started), epoch(m.provenance.committed), m.stage) for m in manifests]
     return {stage: until - since for since, until, stage in sorted(spans, key=lambda span: span[1])}
-
-
-def ready_times(store: Store, run: Run, services: Sequence[str]) -> dict[str, float]:
-    """When each of these services became ready at its first start, in seconds since the epoch."""
-    records = [find_record(store, service(run.name, run.owner, name, 0), ServiceRecord) for name in services]
-    return {record.name: epoch(record.started) for record in records if record is not None}
 
 
 def describe(times: Mapping[str, float]) -> str:

@@ -96,8 +96,4 @@ class Listing(Protocol):
     """A cluster that can also list its machines, for `arealflow plan --placement`."""
 
     def machines(self) -> list[Machine]:
-        """The machines that may run tasks of these settings.
-
-        Raises:
-            UserError: the cluster cannot be asked.
-        """
+        """The machines that may run tasks of these settings. UserError if the cluster cannot be asked."""

@@ -82,8 +82,7 @@ def gpu_usage(gpus: Sequence[str]) -> tuple[float | None, int] | None:
 def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False) -> Placement:
     """`place` for a recipe. The embedded engine uses the CPU, and `external` servers run already.
 
-    Raises:
-        UserError: as `place`; or `inference.release_memory` where no server shares a GPU with the trainer.
+    UserError as of `place`, or for `inference.release_memory` where no server shares a GPU with the trainer.
     """
     trains = not isinstance(recipe, EvaluateRecipe)
     ranks, chosen = (recipe.trainer.ranks, recipe.trainer.gpus) if trains else (0, [])  # type: ignore[union-attr]
@@ -110,10 +109,7 @@ def place(
     """One GPU for each trainer rank, `tensor_parallel` for each server.
 
     Named GPUs are used as named. Otherwise the trainer gets the first ones and the servers the next; if these are too
-    few, the servers share the trainer's, too.
-
-    Raises:
-        UserError: there are too few GPUs, or a named one does not exist; says what to change.
+    few, the servers share the trainer's, too. UserError if there are too few GPUs, or a named one does not exist.
     """
     if not visible:
         _refuse_named(trainer_gpus, "trainer.gpus")

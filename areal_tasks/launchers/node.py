@@ -223,11 +223,7 @@ class Agent:
 
 
 def address_in(network: str) -> str:
-    """This machine's address in a network (`10.0.0.0/24`); `network` may also be the address itself.
-
-    Raises:
-        UserError: this machine has no such address.
-    """
+    """This machine's address in a network (`10.0.0.0/24`, or the address itself). UserError if it has none."""
     wanted = ip_network(network, strict=False)
     family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -67,9 +67,7 @@ class Launcher(Protocol):
     def start(self, job: Job) -> Handle:
         """Start a service. Several threads may call this at once.
 
-        Raises:
-            UserError: no machine can run it now, or ever.
-            OSError: it could not be started.
+        UserError if no machine can run it now, or ever; OSError if it could not be started.
         """
 
     def close(self) -> None: ...

@@ -89,9 +89,7 @@ class RayDriver:
     def join(self, address: str) -> None:
         """Wait until the process has joined the cluster.
 
-        Raises:
-            UserError: flow and cluster have different versions.
-            ClusterUnreachable: it could not join for another reason.
+        UserError if flow and cluster have different versions; ClusterUnreachable if it cannot join for another reason.
         """
         try:
             cause = self._answer(CONNECT_SECONDS).strip()
@@ -194,11 +192,9 @@ class RayCluster:
 
 
 def cluster_address() -> str:
-    """The cluster's address, after a check that a process listens there.
+    """The cluster's address, after a check that a process listens there; ClusterUnreachable if none does.
 
-    Raises:
-        UserError: none is named, or Ray is not installed.
-        ClusterUnreachable: nothing listens.
+    UserError if no address is named, or Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise UserError("launcher.type: ray needs Ray, which is not installed: pip install 'arealflow[ray]'")

@@ -315,12 +315,7 @@ def _require(*commands: str) -> None:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, given: str = "") -> str:
-    """The output of a command of Slurm.
-
-    Raises:
-        ClusterUnreachable: Slurm did not answer.
-        subprocess.CalledProcessError: it refuses.
-    """
+    """The output of a command of Slurm. ClusterUnreachable if Slurm is silent, CalledProcessError if it refuses."""
     try:
         done = subprocess.run(
             command, env=environment, input=given, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True

@@ -223,10 +223,7 @@ class Supervisor:
                     self._stop(service, why, grace_seconds)
 
     def end_hung(self, name: str, why: str) -> None:
-        """Kill a service that hangs: its caller sees the connection break, and has it restarted.
-
-        Does nothing if the service has ended already or is starting.
-        """
+        """Kill a service that hangs, unless it is starting: its caller sees the connection break, and restarts it."""
         service = self.services.get(name)
         if service is not None and service.url and service.handle.exit_code() is None:
             self.end([service.url], why, grace_seconds=0.0)

@@ -28,7 +28,7 @@ def verifier_version(name: str) -> int:
 def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], object]:
     """The verifier `name` with its `arguments` bound; modules are also searched in the working directory.
 
-    UserError: no such module or object, not callable, or it does not take these arguments.
+    UserError as of `find_function`.
     """
     _search_working_directory()
     call = find_function(_target(name), _FIELD, ("prompt", "completion", "answer"), arguments, _OPTIONAL)

@@ -94,9 +94,7 @@ class Forkserver:
 class Worker:
     """A verifier process that `server` forks. `close` it at the end, and after its last result.
 
-    Raises:
-        UserError: the verifier cannot be loaded.
-        ConnectionError: the forkserver is lost.
+    UserError if the verifier cannot be loaded; ConnectionError if the forkserver is lost.
     """
 
     def __init__(self, server: Forkserver) -> None:
@@ -121,10 +119,9 @@ class Worker:
         return False
 
     def verify(self, rows: Sequence[Row], cpu_limit: float, wall_limit: float) -> Iterator[Result]:
-        """The rows' results, in order; no more after the `last` one of the process. `close` it then.
+        """The rows' results, in order; no more after the `last` one of the process: `close` it then.
 
-        Raises:
-            ConnectionError: the forkserver is lost, and the process with it.
+        ConnectionError if the forkserver is lost, and the process with it.
         """
         self._channel.settimeout(_REPLY_SECONDS)
         try:

@@ -153,23 +153,15 @@ def filled(automation: dict[str, Any], block: str, stalled_minutes: float | None
 
 
 def save_block(api_url: str, address: str) -> str:
-    """Save `address` in the webhook block; returns the block's id. An empty address keeps the existing block.
-
-    UserError if there is neither, or the address is not an http(s) URL.
-    """
+    """Save `address` in the webhook block, or keep the existing one if it is empty; its id. UserError without any."""
     from prefect.blocks.webhook import Webhook
 
     if not address:
-        return existing_block(api_url)
+        answer = ask("GET", f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise UserError(f"where should alerts go? Put the webhook's address into {WEBHOOK_VARIABLE} and try again")
+        return str(answer.raise_for_status().json()["id"])
     if not address.startswith(("http://", "https://")):
         raise UserError(f"{WEBHOOK_VARIABLE} should be an http:// or https:// address")  # it is a secret: not shown
     webhook = Webhook(method="POST", url=address, headers={"content-type": "application/json"})
     return str(webhook.save(BLOCK, overwrite=True))
-
-
-def existing_block(api_url: str) -> str:
-    """Id of the webhook block on the server. UserError if there is none."""
-    answer = ask("GET", f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}")
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        raise UserError(f"where should alerts go? Put the webhook's address into {WEBHOOK_VARIABLE} and try again")
-    return str(answer.raise_for_status().json()["id"])

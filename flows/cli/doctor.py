@@ -93,10 +93,7 @@ def disk() -> dict[str, Any]:
 
 
 def s3_keys(store: str) -> dict[str, Any]:
-    """Where a flow run gets the keys of an S3 store from; never shows the keys themselves.
-
-    For an S3 store, sets the keys that Prefect keeps, as a flow run would, so that the store can be checked.
-    """
+    """Where a flow run gets the keys of an S3 store from. Sets those that it would get from Prefect."""
     if found := set_key_variables():
         missing = [name for name in NEEDED if name not in found]
         return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(found)}")

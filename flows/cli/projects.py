@@ -95,11 +95,7 @@ def api_url_of_prefect() -> str:
 
 
 def deployment_names(recipes: Sequence[str]) -> list[str]:
-    """`FLOW/FILE` for each recipe: its flow, and the name of its file without the suffix.
-
-    Raises:
-        UserError: a recipe is invalid, or two would have the same name.
-    """
+    """`FLOW/FILE` for each recipe. UserError if one is invalid, or two would have the same name."""
     names = [f"{load_recipe(recipe).flow}/{Path(recipe).stem}" for recipe in recipes]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:

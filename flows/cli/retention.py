@@ -86,13 +86,11 @@ def _export(run: Run, name: str, into: Path) -> None:
 
 def _compared(run: Run, left: str, right: str) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="arealflow-weights-") as scratch:
-        folders = [_local(run.store, run, name, Path(scratch) / str(i)) for i, name in enumerate((left, right))]
+        folders = [Path(scratch) / "left", Path(scratch) / "right"]
+        for name, folder in zip((left, right), folders, strict=True):
+            folder.mkdir()
+            materialise(run.store, read_weights(run.store, find_weights(run, name)).files, folder)
         return [asdict(difference) for difference in compare_folders(*folders)]
-
-
-def _local(store: Store, run: Run, name: str, into: Path) -> Path:
-    into.mkdir()
-    return materialise(store, read_weights(store, find_weights(run, name)).files, into)
 
 
 def gc(

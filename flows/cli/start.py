@@ -134,11 +134,7 @@ def store_override(store: str, changes: Sequence[str]) -> list[str]:
 
 
 def load_with_threads(recipe: str, changes: Sequence[str]) -> Recipe:
-    """The recipe, with its services as threads unless a change sets the launcher.
-
-    Raises:
-        UserError: the recipe is invalid, or its services need processes.
-    """
+    """The recipe, with its services as threads unless a change sets the launcher. UserError if they need processes."""
     loaded = load_recipe(recipe, changes)
     if any(change.startswith(("launcher.type=", "launcher=")) for change in changes):
         return loaded

@@ -31,8 +31,7 @@ def live_values(recipe: BaseRecipe) -> dict[str, Any]:
 def changes_of(recipe: R, overrides: Sequence[str]) -> dict[str, Any]:
     """The values that `section.field=value` overrides change, by dotted path.
 
-    Raises:
-        UserError: a field is not live, which is explained; the recipe is invalid with them; or nothing differs.
+    UserError if a field is not live, which is explained; if the recipe is invalid with them; or if nothing differs.
     """
     before = {path: value for path, value, _ in leaves(recipe)}
     for path, _, value in (override.partition("=") for override in overrides):

@@ -54,10 +54,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe, with its data path made absolute if it is relative and its files exist only in `folder`.
 
-    A path in the current folder stays relative, as runs have recorded it.
-
-    Raises:
-        UserError: both folders have different files of these names.
+    A path in the current folder stays relative, as runs have recorded it. UserError if both have different files.
     """
     data = recipe.data
     if source_kind(data.source) != "file" or "://" in data.source or Path(data.source).is_absolute():
@@ -77,11 +74,7 @@ def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe of nested values, with overrides as in `apply_overrides`.
-
-    Raises:
-        UserError: it names the overrides, and every problem with its dotted field and the remedy.
-    """
+    """The validated recipe of nested values, with overrides as in `apply_overrides`. UserError names every problem."""
     values = apply_overrides(values, overrides)
     flow = str(values.get("flow", ""))
     if flow not in RECIPES:
@@ -118,11 +111,7 @@ def sft_run_name(name: str) -> str:
 
 
 def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
-    """The recipe of the SFT run that comes first, in the same store, and `recipe` with its last weights.
-
-    Raises:
-        UserError: the recipe does not exist, or is not for the flow sft.
-    """
+    """The recipe of the SFT run that comes first, in the same store, and `recipe` with its last weights."""
     first = load_recipe(recipe.model.warm_start)
     if not isinstance(first, SftRecipe):
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
@@ -134,10 +123,7 @@ def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
 def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
     """Split a command line's `key=value` words into the name in `run=NAME` ("" without one) and recipe overrides.
 
-    The last value of a key counts.
-
-    Raises:
-        UserError: a word has no `=`.
+    The last value of a key counts. UserError if a word has no `=`.
     """
     for word in words or []:
         if "=" not in word:

@@ -37,9 +37,7 @@ def keep_recorded(recipe: R, recorded: Mapping[str, Any]) -> tuple[R, dict[str, 
 
     A field keeps its recorded value if `recipe` has today's default and the run was started with a former one: they
     differ only because the default has changed, or the field was added, since. All other fields are as in `recipe`.
-
-    Raises:
-        UserError: with the values kept, `recipe` is inconsistent.
+    UserError if it is inconsistent with these values.
     """
     known = read_recorded(recorded)
     kept = {
