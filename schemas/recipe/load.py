@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from schemas.errors import UserError
 from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
@@ -44,11 +45,9 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     if not isinstance(values, dict):
         raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
     recipe = parse_recipe(values, str(name_or_path), overrides)
-    return (
-        recipe
-        if str(name_or_path) in list_recipes()
-        else with_absolute_data(recipe, Path(name_or_path).resolve().parent)
-    )
+    if str(name_or_path) in list_recipes():
+        return recipe
+    return with_absolute_data(recipe, Path(name_or_path).resolve().parent)
 
 
 def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
@@ -85,8 +84,11 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequenc
         return model.model_validate(values)
     except ValidationError as error:
         changed = f" with {' '.join(overrides)}" if overrides else ""
-        title = f"recipe '{origin or values.get('name', '')}'{changed} cannot be used:"
-        raise UserError("\n".join([title, *(f"  - {line}" for line in explain(error, model))])) from None
+        lines = [f"recipe '{origin or values.get('name', '')}'{changed} cannot be used:"]
+        for problem in error.errors(include_url=False):
+            messages = problem["ctx"]["problems"] if problem["type"] == PROBLEMS else [_line(problem, model)]
+            lines += [f"  - {line}" for line in messages]
+        raise UserError("\n".join(lines)) from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -133,17 +135,6 @@ def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
     return name, [f"{key}={value}" for key, value in settings.items()]
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line per problem: the dotted field, what is wrong with it, and what would be right."""
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        if problem["type"] == PROBLEMS:
-            lines.extend(problem["ctx"]["problems"])
-        else:
-            lines.append(_line(problem["loc"], problem["type"], problem["msg"], problem["input"], model))
-    return lines
-
-
 def _read(name: str) -> str:
     known = list_recipes()
     if name in known:
@@ -171,7 +162,9 @@ def set_value(
     values[keys[-1]] = value
 
 
-def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: type[BaseModel]) -> str:
+def _line(problem: ErrorDetails, model: type[BaseModel]) -> str:
+    """A problem in one line: the dotted field, what is wrong with it, and what would be right."""
+    loc, kind = problem["loc"], problem["type"]
     dotted = ".".join(map(str, loc)) or "recipe"
     if dotted in REFUSED_KEYS:
         return f"{dotted}: {REFUSED_KEYS[dotted]}"
@@ -180,8 +173,9 @@ def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: 
         return f"{dotted}: unknown key{suggestion(str(loc[-1]), known)}; known here: {', '.join(known)}"
     if kind == "missing":
         return f"{dotted}: is required"
-    text = message.removeprefix("Value error, ").removeprefix("Input ")
-    return f"{dotted}: {text}" if kind == "value_error" else f"{dotted}: {text}, not {_short(value)}"
+    text, value = problem["msg"].removeprefix("Value error, ").removeprefix("Input "), repr(problem["input"])
+    short = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{dotted}: {text}" if kind == "value_error" else f"{dotted}: {text}, not {short}"
 
 
 def _section_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel]:
@@ -189,11 +183,6 @@ def _section_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseMo
         info = model.model_fields.get(str(key))
         model = (nested_section(info) if info else None) or model
     return model
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -50,9 +50,10 @@ SGLANG_ALONE: Final = (
 )  # fmt: skip
 TIS: Final = ("tis_bound", "tis_cap", "tis_low", "tis_high", "tis_level")
 NO_EFFECT: Final = (
-    NoEffect("inference.deterministic", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
-    NoEffect("inference.slots", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
-    NoEffect("inference.threads", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
+    *(
+        NoEffect(f"inference.{name}", _embedded, "with inference.engine sglang: only the embedded engine uses it")
+        for name in ("deterministic", "slots", "threads")
+    ),
     *(
         NoEffect(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: only SGLang uses it")
         for name in SGLANG_ALONE
@@ -140,11 +141,7 @@ NO_EFFECT: Final = (
         lambda r: r.trainer.lr_schedule != "constant",
         "with trainer.lr_schedule constant: set it to linear or cosine",
     ),
-    NoEffect(
-        "trainer.zero_stage",
-        lambda r: r.trainer.backend == "deepspeed",
-        "unless trainer.backend is deepspeed",
-    ),
+    NoEffect("trainer.zero_stage", lambda r: r.trainer.backend == "deepspeed", "unless trainer.backend is deepspeed"),
     NoEffect("trainer.replicas", lambda r: r.trainer.backend == "fsdp2", "unless trainer.backend is fsdp2"),
     NoEffect(
         "trainer.cpu_offload",

@@ -48,12 +48,19 @@ _TABLE: Final = "| field | type | default | bounds | kind | description |\n|---|
 
 
 def render() -> str:
-    """The whole page."""
-    parts, seen = [_HEAD, _overview()], dict[str, type[Section]]()
-    for (path, model), flows in sorted(_sections().items(), key=lambda item: _rank(item[0][0])):
+    """The whole page. A section that has nested ones precedes them."""
+    rows = [f"- **{flow}**: {_doc(model)}" for flow, model in RECIPES.items()]
+    top = [_row(name, info) for name, info in BaseRecipe.model_fields.items() if nested_section(info) is None]
+    parts, seen = [_HEAD, "\n".join(["## The top level", "", *rows, "", _TABLE, *top, ""])], dict[str, type[Section]]()
+    sections: dict[tuple[str, type[Section]], list[str]] = {}  # dotted path and type: the flows that have it
+    for flow, recipe in RECIPES.items():
+        for section in _nested("", recipe):
+            sections.setdefault(section, []).append(flow)
+    for (path, model), flows in sorted(sections.items(), key=lambda item: _rank(item[0][0])):
         title = f"{path} ({model.__name__.lower()})" if path in seen else path
         before = next((other for other, shown in seen.items() if shown is model), "")
-        fields = f"The fields are those of `{before}`." if before else _table(model)
+        table = "\n".join([_TABLE, *(_row(name, info) for name, info in model.model_fields.items())])
+        fields = f"The fields are those of `{before}`." if before else table
         seen[path] = model
         parts.append(f"## {title}\n\n{_doc(model)} ({', '.join(flows)})\n\n{fields}\n")
     return "\n".join([*parts, _rules()])
@@ -65,21 +72,6 @@ def _rank(path: str) -> int:
     return FIRST.index(top) if top in FIRST else len(FIRST)
 
 
-def _overview() -> str:
-    rows = [f"- **{flow}**: {_doc(model)}" for flow, model in RECIPES.items()]
-    fields = [_row(name, info) for name, info in BaseRecipe.model_fields.items() if nested_section(info) is None]
-    return "\n".join(["## The top level", "", *rows, "", _TABLE, *fields, ""])
-
-
-def _sections() -> dict[tuple[str, type[Section]], list[str]]:
-    """Every section by its dotted path and type, with the flows that have it; nested ones after their parent."""
-    found: dict[tuple[str, type[Section]], list[str]] = {}
-    for flow, model in RECIPES.items():
-        for section in _nested("", model):
-            found.setdefault(section, []).append(flow)
-    return found
-
-
 def _nested(prefix: str, model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     for name, info in model.model_fields.items():
         if (section := nested_section(info)) is not None:
@@ -89,10 +81,6 @@ def _nested(prefix: str, model: type[Section]) -> Iterator[tuple[str, type[Secti
 
 def _doc(model: type[Section]) -> str:
     return " ".join((model.__doc__ or "").split())
-
-
-def _table(model: type[Section]) -> str:
-    return "\n".join([_TABLE, *(_row(name, info) for name, info in model.model_fields.items())])
 
 
 def _row(name: str, info: FieldInfo) -> str:
