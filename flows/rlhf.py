@@ -8,8 +8,7 @@ from prefect import flow
 
 from areal_tasks.stages.preflight import check_inputs
 from areal_tasks.store.fork import Origin
-from flows.execute import execute, prepare
-from flows.restarts import with_restarts
+from flows.execute import execute, prepare, with_restarts
 from flows.sft import sft
 from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import RlhfRecipe

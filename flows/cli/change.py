@@ -16,10 +16,9 @@ from areal_tasks.store.runs import Run, load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
 from schemas.manifest import Change
-from schemas.recipe.live import changes_of, live_values
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
-from schemas.recipe.recorded import overrides_text, read_recorded, with_values
+from schemas.recipe.recorded import changes_of, live_values, overrides_text, read_recorded, with_values
 
 Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value …; none: what may change, and changes.")]
 

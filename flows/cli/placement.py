@@ -37,9 +37,8 @@ def plan_placement(recipe: Recipe, as_json: bool) -> None:
         gpus = visible_gpus()
         show(local_rows(recipe, gpus), as_json, f"{title} · visible GPUs: {', '.join(gpus) or 'none'}")
         return
-    found = propose(
-        service_needs(recipe, bool(external_servers())), machines_of(recipe), recipe.launcher.ray.autoscaling
-    )
+    needs = service_needs(recipe, bool(external_servers()))
+    found = propose(needs, machines_of(recipe), recipe.launcher.ray.autoscaling)
     rows = [
         {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
         for one in found
@@ -97,10 +96,7 @@ def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
 
 def newest_starts(run: Run, owner: int) -> dict[str, int]:
     """The number of the newest recorded start of each service."""
-    folders = {
-        paths.node(run.name, owner, "", 0).rpartition("/")[0],
-        paths.service(run.name, owner, "", 0).rpartition("/")[0],
-    }
+    folders = {path(run.name, owner, "", 0).rpartition("/")[0] for path in (paths.node, paths.service)}
     found = [match for folder in folders for name in run.store.children(folder) if (match := _RECORD.fullmatch(name))]
     return {match[1]: int(match[2]) for match in sorted(found, key=lambda match: int(match[2]))}
 

@@ -131,7 +131,9 @@ def deploy_recipes(recipes: Sequence[str], api_url: str) -> None:
     names = deployment_names(recipes)
     typer.echo(f"deploying {', '.join(names)}")
     with TemporaryDirectory() as folder:  # in the current folder Prefect would search for our packages first
-        (Path(folder) / "prefect.yaml").write_text(json.dumps(project(recipes, names)))  # JSON is YAML
+        deployments = [_deployment(*both) for both in zip(recipes, names, strict=True)]
+        project = {"name": "arealflow", "deployments": deployments}
+        (Path(folder) / "prefect.yaml").write_text(json.dumps(project))  # JSON is YAML
         prefect(["--no-prompt", "deploy", "--all"], api_url, Path(folder))
 
 
@@ -141,11 +143,6 @@ def prefect(arguments: Sequence[str], api_url: str, folder: Path | None = None) 
     done = subprocess.run(command, cwd=folder, env=environment(api_url), capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def project(recipes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """The content of a prefect.yaml for these recipes."""
-    return {"name": "arealflow", "deployments": [_deployment(*both) for both in zip(recipes, names, strict=True)]}
 
 
 def _deployment(recipe: str, name: str) -> dict[str, Any]:
