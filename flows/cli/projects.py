@@ -131,9 +131,7 @@ def deploy_recipes(recipes: Sequence[str], api_url: str) -> None:
     names = deployment_names(recipes)
     typer.echo(f"deploying {', '.join(names)}")
     with TemporaryDirectory() as folder:  # in the current folder Prefect would search for our packages first
-        deployments = [_deployment(*both) for both in zip(recipes, names, strict=True)]
-        project = {"name": "arealflow", "deployments": deployments}
-        (Path(folder) / "prefect.yaml").write_text(json.dumps(project))  # JSON is YAML
+        (Path(folder) / "prefect.yaml").write_text(json.dumps(project(recipes, names)))  # JSON is YAML
         prefect(["--no-prompt", "deploy", "--all"], api_url, Path(folder))
 
 
@@ -145,16 +143,20 @@ def prefect(arguments: Sequence[str], api_url: str, folder: Path | None = None) 
         raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def _deployment(recipe: str, name: str) -> dict[str, Any]:
-    flow, _, short = name.partition("/")
-    current = Path.cwd()
-    file = Path(os.path.abspath(recipe)) if is_file(recipe) else None
-    modules = file.parent if file else current
-    return {
-        "name": short,
-        "entrypoint": f"flows.{flow}.{flow}",
-        "work_pool": {"name": POOL},
-        "build": [{"flows.deploy.read_recipe": {"id": "recipe", "name": str(file or recipe)}}],
-        "parameters": {"recipe": "{{ recipe.values }}"},
-        "pull": [{"flows.deploy.enter": {"directory": str(current), "modules": str(modules)}}],
-    }
+def project(recipes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """The content of a prefect.yaml for these recipes."""
+    current, deployments = Path.cwd(), []
+    for recipe, (flow, _, short) in zip(recipes, (name.partition("/") for name in names), strict=True):
+        file = Path(os.path.abspath(recipe)) if is_file(recipe) else None
+        modules = file.parent if file else current
+        deployments.append(
+            {
+                "name": short,
+                "entrypoint": f"flows.{flow}.{flow}",
+                "work_pool": {"name": POOL},
+                "build": [{"flows.deploy.read_recipe": {"id": "recipe", "name": str(file or recipe)}}],
+                "parameters": {"recipe": "{{ recipe.values }}"},
+                "pull": [{"flows.deploy.enter": {"directory": str(current), "modules": str(modules)}}],
+            }
+        )
+    return {"name": "arealflow", "deployments": deployments}

@@ -46,11 +46,13 @@ def logs(
         if not found:
             typer.echo("(services that are threads log in the flow's log)", err=True)
         return
-    mine = _logs_of(found, service)
-    if not mine and not follow:
-        raise UserError(_none_of(found, service, name))
-    if not mine:
-        typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
+    if not (mine := _logs_of(found, service)):
+        names = ", ".join(dict.fromkeys(log.name.service for log in found))
+        others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
+        missing = f"run {name!r} has no log of a service {service!r} yet: {others}"
+        if not follow:
+            raise UserError(missing)
+        typer.echo(f"{missing}; waiting for one", err=True)
     while not mine:
         time.sleep(POLL_SECONDS)
         mine = _logs_of(service_logs(place, name, folder), service)
@@ -81,13 +83,6 @@ def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> Non
 
 def _logs_of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
     return [log for log in found if log.name.service == service]
-
-
-def _none_of(found: Sequence[ServiceLog], service: str, run: str) -> str:
-    """That a service has no log, with the names of the services that have one."""
-    names = ", ".join(dict.fromkeys(log.name.service for log in found))
-    others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
-    return f"run {run!r} has no log of a service {service!r} yet: {others}"
 
 
 def _write_log(log: ServiceLog, at: int) -> None:
