@@ -100,7 +100,6 @@ class ServiceLogs(RepeatedWork):
         return super().__enter__()
 
     def repeat(self) -> None:
-        """Copy what is new."""
         for name, file in self._mine().items():
             self._copies.setdefault(name, LogCopy(self.run.store, self.run.name, name, file))()
 
@@ -137,6 +136,5 @@ class ServiceSamples(RepeatedWork):
             self.stored.write()
 
     def end(self) -> None:
-        """Sample once more, and store everything."""
         self.stored.add(self.sampler.sample())
         self.stored.write()

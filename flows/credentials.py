@@ -50,7 +50,6 @@ def on_s3(store_url: str) -> bool:
 
 
 def set_key_variables() -> list[str]:
-    """Which of the variables NEEDED are set."""
     return [name for name in NEEDED if os.environ.get(name)]
 
 

@@ -245,7 +245,6 @@ def state_type(flow_run_id: str) -> str:
 
 
 def run_state(run: Run) -> dict[str, int | str]:
-    """State of a run: its owner, the number of committed iterations, and the digest of the last commit."""
     committed = run.committed
     return {"owner": run.owner, "iterations": committed, "head": run.digest_before(committed)}
 

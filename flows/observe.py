@@ -166,7 +166,6 @@ class _Relay(logging.Handler):
 
 
 def is_long(built: Built) -> bool:
-    """Whether the stage took LONG_SECONDS or longer."""
     return seconds_of(built.manifest) >= LONG_SECONDS
 
 
@@ -243,7 +242,6 @@ class Events:
             self._emit(ADVANCED, where)
 
     def alert(self, result: IterationResult, alert: Alert) -> None:
-        """A warning that this iteration raised."""
         figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
         about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
         self._emit(f"{ALERT}.{alert.cause}", about | figures)

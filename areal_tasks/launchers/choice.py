@@ -15,7 +15,6 @@ from schemas.recipe.launcher import Launcher as Settings
 
 
 def on_this_machine(settings: Settings) -> bool:
-    """Whether services run on the flow's machine."""
     return settings.type in _HERE
 
 

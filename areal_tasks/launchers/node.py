@@ -148,7 +148,6 @@ class Agent:
 
     @property
     def lost(self) -> bool:
-        """Whether the lease is over."""
         return time.monotonic() > self._renewed + self.job.lease_seconds
 
     def start(self, order: Start) -> None:

@@ -39,7 +39,6 @@ def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
 
 
 def worker_needs(recipe: Recipe) -> Resources:
-    """The needs of a rollout worker, without a GPU."""
     return _needs(recipe.launcher.resources.rollout, 0)
 
 

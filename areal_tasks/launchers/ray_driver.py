@@ -191,7 +191,6 @@ def lacking(task: Started) -> str:
 
 
 def fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    """Whether a node has these resources when it is empty."""
     return all(node.get(key, 0) >= value for key, value in bundle.items())
 
 

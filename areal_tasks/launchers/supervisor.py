@@ -78,7 +78,6 @@ class Service:
 
     @property
     def ready(self) -> Ready | None:
-        """The service, if it is ready now."""
         if self.handle.exit_code() is not None or self.stopped is not None or not self.url:
             return None
         return Ready(self.url, self.spec.restart, self.spec.weights)
@@ -114,7 +113,6 @@ class Supervisor:
 
     @property
     def access(self) -> Access:
-        """What clients of the services need."""
         return Access(self.token, self.launcher.authority)
 
     def start(

@@ -57,6 +57,5 @@ def _target(name: str) -> str:
 
 
 def _search_working_directory() -> None:
-    """Add the working directory to the module search path."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())

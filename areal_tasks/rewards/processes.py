@@ -62,7 +62,6 @@ class Forkserver:
         return ours
 
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def lost(self) -> Exception:

@@ -71,7 +71,6 @@ def read_automation(name: str) -> dict[str, Any]:
 
 
 def find(api_url: str, name: str) -> dict[str, Any] | None:
-    """The automation of that name on the server."""
     query = {"automations": {"name": {"any_": [name]}}}
     found: list[dict[str, Any]] = ask("POST", f"{api_url}/automations/filter", query).raise_for_status().json()
     return found[0] if found else None

@@ -78,7 +78,6 @@ def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
 
 
 def next_recipe(run: Run, changes: Sequence[str]) -> Recipe:
-    """The recipe of a run's next iteration, with changes."""
     return parse_recipe(run.recipe_at(run.committed), run.name, changes)
 
 

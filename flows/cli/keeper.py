@@ -104,7 +104,6 @@ class Keeper:
 
 
 def server_command(api_url: str) -> list[str]:
-    """The command of the Prefect server at `api_url`."""
     return [*python("prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(urlsplit(api_url).port)]
 
 

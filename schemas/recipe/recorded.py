@@ -104,7 +104,6 @@ def value_at(values: Mapping[str, Any], path: str) -> Any:
 
 
 def live_values(recipe: BaseRecipe) -> dict[str, Any]:
-    """The present values of all live fields, by dotted path."""
     return {path: value for path, value, info in leaves(recipe) if is_live(info)}
 
 
