@@ -23,10 +23,7 @@ BLOCK: Final = "areal-s3-keys"
 NEEDED: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRETS: Final = (*NEEDED, "AWS_SESSION_TOKEN")
 #: Variables that say where the store is, and the functions that read them (or their alternatives).
-PLACES: Final[Mapping[str, Callable[[], str]]] = {
-    "AWS_ENDPOINT_URL": s3_endpoint,
-    "AWS_REGION": s3_region,
-}
+PLACES: Final[Mapping[str, Callable[[], str]]] = {"AWS_ENDPOINT_URL": s3_endpoint, "AWS_REGION": s3_region}
 #: How long requests to a Prefect server that does not answer are retried.
 RETRY_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0

@@ -149,24 +149,14 @@ def execute(
 
 
 def _start(
-    recipe: Recipe,
-    name: str,
-    origin: Origin | None,
-    segments: Sequence[tuple[int, Recipe]],
-    budget: RestartBudget,
+    recipe: Recipe, name: str, origin: Origin | None, segments: Sequence[tuple[int, Recipe]], budget: RestartBudget
 ) -> dict[str, Any]:
     """One start of the run: from its last commit to its last iteration."""
     startup, flow_run_id = Startup(), flow_run.get_id() or ""
     checked = check_inputs(recipe, name, origin)
     recipe, origin, store, log = checked.recipe, checked.origin, checked.stored.store, get_run_logger()
     run = open_run(
-        store,
-        name,
-        recipe,
-        origin=origin,
-        segments=segments,
-        prefect_flow_run_id=flow_run_id,
-        stored=checked.stored,
+        store, name, recipe, origin=origin, segments=segments, prefect_flow_run_id=flow_run_id, stored=checked.stored
     )
     log.info("run %s in %s, start #%d", name, store.url, run.owner)
     if origin is not None:

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-import psutil
 from prefect import get_run_logger
 
 from areal_tasks.stages.jobs import IterationResult
@@ -101,10 +100,7 @@ def epoch(text: str) -> float:
 
 def process_began() -> float:
     """When this process was started, in seconds since the epoch."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:  # not Linux; there psutil is exact, on Linux it is up to a second off
-        return psutil.Process().create_time()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # psutil is up to a second off
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 

@@ -272,12 +272,7 @@ VIEWS: Final = (
         _join("rollout", "prompt", "completion", "answer"),
         _join("verify", "parsed", "detail"),
     ),
-    _view(
-        "samples",
-        "batch",
-        "SELECT batch.* EXCLUDE (input_ids, loss_mask){columns} FROM batch{joins}",
-        _TRAINED,
-    ),
+    _view("samples", "batch", "SELECT batch.* EXCLUDE (input_ids, loss_mask){columns} FROM batch{joins}", _TRAINED),
     _view(
         "samples",
         "evaluate",

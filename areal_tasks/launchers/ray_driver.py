@@ -92,12 +92,7 @@ class Driver:
         self.known: dict[str, dict[str, float]] = {}  # resources of every node that has been part of the cluster
 
     def submit(
-        self,
-        name: str,
-        command: list[str],
-        environment: dict[str, str],
-        bundle: dict[str, float],
-        autoscaling: bool,
+        self, name: str, command: list[str], environment: dict[str, str], bundle: dict[str, float], autoscaling: bool
     ) -> str:
         """Have Ray find a node for a command. Returns why no node can ever run it; empty if one can."""
         self._note_nodes()

@@ -61,11 +61,7 @@ class Group(TyperGroup):
 
 
 app = typer.Typer(
-    name="arealflow",
-    cls=Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+    name="arealflow", cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
 )
 
 
