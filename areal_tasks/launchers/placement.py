@@ -94,7 +94,7 @@ def _unplaced(
     crowded: bool,
 ) -> Proposal:
     """The proposal for a service for which no machine has room. `left`: what the services before it leave free."""
-    large = [machine for machine in machines if _fits(needs, machine.total)]
+    large = [machine for machine in machines if not _lacking(needs, machine.total)]
     if large:
         best = min(large, key=lambda machine: (bool(machine.state), len(_lacking(needs, left[machine.name]))))
         why = _shortage(needs, best, left[best.name])
@@ -148,11 +148,7 @@ def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bo
 
 
 def _first(needs: Resources, free: Mapping[str, Resources]) -> str | None:
-    return next((name for name, left in free.items() if _fits(needs, left)), None)
-
-
-def _fits(needs: Resources, left: Resources) -> bool:
-    return not _lacking(needs, left)
+    return next((name for name, left in free.items() if not _lacking(needs, left)), None)
 
 
 def _lacking(needs: Resources, left: Resources) -> list[str]:

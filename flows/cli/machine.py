@@ -18,7 +18,7 @@ from areal_tasks.engines.ports import probe_port
 from areal_tasks.processes import alive
 from flows.cli import automations, processes
 from flows.cli.keeper import server_command, since_file, stop_flow_runs
-from flows.cli.processes import end, flow_processes, parts, python, running, spawn, ui_url
+from flows.cli.processes import end, flow_processes, parts, python, running, spawn
 from flows.cli.projects import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.home import home, last_lines
 from schemas.errors import UserError
@@ -44,7 +44,7 @@ def up(
     warn_of_namesakes()
     api_url = start(port, recipes or [])
     print_commands(names, api_url)
-    typer.echo(f"Prefect UI: {ui_url(api_url)}")
+    typer.echo(f"Prefect UI: {api_url.removesuffix('/api')}")
 
 
 def down() -> None:

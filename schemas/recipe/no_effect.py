@@ -25,8 +25,7 @@ class NoEffect:
 
 
 def _embedded(recipe: Any) -> bool:
-    engine: str = recipe.inference.engine
-    return engine == "embedded"
+    return bool(recipe.inference.engine == "embedded")
 
 
 def evaluates(recipe: Any) -> bool:
