@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
 from areal_tasks.engines.sampling import Sampler
@@ -55,9 +54,7 @@ class RepeatedWork:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         hurried = error is not None and (isinstance(error, StoreError) or not isinstance(error, Exception))
         self._over.set()
         self._thread.join(HURRIED_SECONDS if hurried else self.close_seconds)

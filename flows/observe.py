@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
 from typing import Any, Final
 from uuid import UUID
 
@@ -53,7 +52,6 @@ STARTED: Final = "arealflow.run.started"
 ADVANCED: Final = "arealflow.run.advanced"
 ENDED: Final = "arealflow.run.ended"
 COMMITTED: Final = "arealflow.iteration.committed"
-ALERT: Final = "arealflow.alert"
 #: Least time between two ADVANCED events, by which the automation for stalled runs sees progress: Prefect miscounts
 #: such events if they follow each other immediately, and each is a write to its database.
 ADVANCED_SECONDS: Final = 10.0
@@ -81,10 +79,8 @@ class Observer:
         self.events.started()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        hurried = kind is not None and not issubclass(kind, Exception)  # cancelled: the worker soon kills this process
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        hurried = error is not None and not isinstance(error, Exception)  # cancelled: soon killed by the worker
         self.artifacts.close(HURRIED_SECONDS if hurried else CLOSE_SECONDS)
         self.events.ended()
         LIBRARY.removeHandler(self.handler)
@@ -244,7 +240,7 @@ class Events:
     def alert(self, result: IterationResult, alert: Alert) -> None:
         figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
         about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
-        self._emit(f"{ALERT}.{alert.cause}", about | figures)
+        self._emit(f"arealflow.alert.{alert.cause}", about | figures)
 
     def _emit(self, event: str, payload: dict[str, Any]) -> None:
         emit_event(event, self.resource, payload=self.about | payload)

@@ -23,7 +23,6 @@ from areal_tasks.store.paths import service
 from areal_tasks.store.runs import Run
 from schemas.manifest import ServiceRecord, StageManifest
 
-ACTION: Final = "first iteration"
 READY: Final = " ready"
 SHOWN_SECONDS: Final = 0.05
 
@@ -66,7 +65,7 @@ class Startup:
         details = {name: round(seconds, 3) for name, seconds in found.items()}
         get_run_logger().info("%s", describe(details))
         try:
-            append_log(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
+            append_log(run.store, run.name, "first iteration", details, prefect_flow_run_id=flow_run_id)
         except StoreError as error:  # a missing log record must not fail the run
             get_run_logger().warning("the run's log could not be written: %s", error)
 

@@ -53,8 +53,6 @@ FEWER_GPUS: Final = {
     "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
     "inference": "lower inference.tensor_parallel, or set launcher.resources.inference.gpus",
 }
-CROWDED: Final = "no room even if nothing else ran"
-FEWER: Final = "lower inference.servers, rollout.workers, trainer.ranks or launcher.resources"
 
 State = Literal["fits", "waits", "refused"]
 
@@ -99,7 +97,8 @@ def _unplaced(
         best = min(large, key=lambda machine: (bool(machine.state), len(_lacking(needs, left[machine.name]))))
         why = _shortage(needs, best, left[best.name])
         if crowded:
-            return Proposal(service, needs, "refused", why=f"{CROWDED}: {why}; {FEWER}")
+            remedy = "lower inference.servers, rollout.workers, trainer.ranks or launcher.resources"
+            return Proposal(service, needs, "refused", why=f"no room even if nothing else ran: {why}; {remedy}")
         return Proposal(service, needs, "waits", why=why)
     why = _too_large(needs, machines)
     if autoscales:

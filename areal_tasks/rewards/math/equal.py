@@ -28,7 +28,6 @@ _SYMBOL_BITS: Final = 16  # an expanded power of a sum is as long as a power of 
 #: Relative distance of a decimal from a number without a finite decimal form: six digits must be right.
 _SIX_DIGITS: Final = Fraction(5, 10**6)
 _ROUNDING: Final = Fraction(1, 10**12)
-_PERCENT: Final = "percent"
 _LATEX: Final = (
     math_verify.LatexExtractionConfig(
         boxed_match_priority=-1,
@@ -93,7 +92,7 @@ class _Number:
 def _same_quantity(reference: Quantity, found: Quantity) -> bool:
     if _agree(_Number(reference.value), _Number(found.value)):
         return True
-    share = _PERCENT in reference.unit and not found.unit
+    share = "percent" in reference.unit and not found.unit
     return share and _agree(_Number(reference.value / 100), _Number(found.value))
 
 
