@@ -141,10 +141,7 @@ def with_restarts(work: Callable[[RestartBudget], T]) -> T:
 def execute(
     recipe: Recipe, name: str, origin: Origin | None = None, segments: Sequence[tuple[int, Recipe]] = ()
 ) -> dict[str, Any]:
-    """Build and commit every iteration that the run lacks; all engines have ended when this returns or raises.
-
-    `origin` and `segments` are those of `open_run`.
-    """
+    """Build and commit every iteration that the run lacks; engines have ended then. See also `open_run`."""
     return with_restarts(lambda budget: _start(recipe, name, origin, segments, budget))
 
 

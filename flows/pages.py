@@ -65,10 +65,7 @@ def tail(text: str, length: int) -> str:
 
 
 def rollout_rows(samples: pa.Table, count: int, trained: int | None = None) -> list[dict[str, Any]]:
-    """Rows of the table artifact, evenly spaced over the samples so that groups differ: numbers first, texts cut.
-
-    Weight versions are shown if version `trained`, which trains on the samples, is newer than some of them.
-    """
+    """Rows evenly spaced over the samples, so that groups differ; with versions if some are older than `trained`."""
     shown = min(count, len(samples))
     rows = samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()
     stale = trained is not None and any(row["num_generated"] > 0 and row["version_min"] < trained for row in rows)
@@ -192,10 +189,7 @@ def clock_text(time: str) -> str:
 
 
 def rollout_page(samples: pa.Table, title: str, trained: int | None = None) -> str:
-    """Selected rollouts in full: the best, the worst, the longest, and one each without answer, timed out, unverified.
-
-    A histogram of lags precedes them if version `trained`, which trains on the samples, is newer than some of them.
-    """
+    """Selected rollouts in full; before them a histogram of lags if some are older than version `trained`."""
     rows = samples.to_pylist()
     sections = [_section(heading, row) for heading, row in _selected(rows)]
     return "\n\n".join([f"# {escape_markdown(title)}", *_ages(rows, trained), *sections])

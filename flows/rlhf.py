@@ -31,10 +31,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
 
 
 def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) -> RlhfRecipe:
-    """Run the recipe's SFT recipe; returns the recipe with the last weights of that run as its initial weights.
-
-    A fork has its parent's initial weights: its recipe is returned unchanged.
-    """
+    """Run the recipe's SFT recipe; the recipe with the last weights of that run. A fork has its parent's: unchanged."""
     first, warm = warm_start(recipe, name)
     if with_restarts(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
         return recipe

@@ -61,10 +61,7 @@ def memory_used(gpus: Sequence[str]) -> int:
 
 
 def gpu_usage(gpus: Sequence[str]) -> tuple[float | None, int] | None:
-    """The mean utilisation (0 to 1) of these GPUs, and the bytes that all processes use on them.
-
-    A part of a GPU (MIG) reports no utilisation. None without GPUs, or if `nvidia-smi` is missing or fails.
-    """
+    """Mean utilisation (0 to 1; None for parts of a GPU, MIG) and bytes in use on these GPUs; None if not known."""
     if not gpus:
         return None
     query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=utilization.gpu,memory.used"]

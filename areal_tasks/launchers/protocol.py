@@ -28,10 +28,7 @@ LONGEST_START: Final = 30.0
 
 @dataclass(frozen=True)
 class Job:
-    """One service to start: its module, specification, token, log file and number of threads (0: all cores).
-
-    `resources`: what it needs, for launchers that find a machine for it.
-    """
+    """One service to start. `threads`: 0 is all cores. `resources`: for launchers that find a machine for it."""
 
     module: str
     spec: ServiceSpec

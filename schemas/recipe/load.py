@@ -92,10 +92,7 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequenc
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, or is "" if it is blank.
-
-    It also replaces the value that a renamed field has under its other name.
-    """
+    """A copy of `values` with each `dotted.key=value` set, read as YAML, or "" if blank; also under a former name."""
     result, model = copy.deepcopy(dict(values)), RECIPES.get(str(values.get("flow")), BaseRecipe)
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -170,10 +170,7 @@ def _quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 
 def _values(*expressions: Any) -> list[tuple[Any, ...]] | None:
-    """The expressions' values at a few points, at which unequal formulas differ; None if one has no value.
-
-    It takes much less time than simplifying their difference, and is as reliable.
-    """
+    """Their values at a few points; None if one has none. Much faster than simplifying, and as reliable."""
     names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     found = []
     for point in _POINTS:
