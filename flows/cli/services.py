@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -176,24 +176,20 @@ def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
 
 def _live(watcher: Watcher) -> None:
     """Show the newest sample until the flow's end."""
+    since = time.monotonic()
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
-        for note in _notes(watcher):
+        while True:
+            if not (ended := watcher.ended()):
+                watcher.ask()
+            if watcher.refresh():
+                since = time.monotonic()
+            silent = time.monotonic() - since
+            note = ended or (f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else "")
             title = title_of(watcher.run.name, watcher.rows[0] if watcher.rows else {}, note)
             live.update(Group(title, table_of([row_of(row) for row in watcher.rows])), refresh=True)
-
-
-def _notes(watcher: Watcher) -> Iterator[str]:
-    """What is to be noted above the table, again and again, until the flow has ended."""
-    since = time.monotonic()
-    while not (ended := watcher.ended()):
-        watcher.ask()
-        if watcher.refresh():
-            since = time.monotonic()
-        silent = time.monotonic() - since
-        yield f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else ""
-        time.sleep(POLL_SECONDS)
-    watcher.refresh()
-    yield ended
+            if ended:
+                return
+            time.sleep(POLL_SECONDS)
 
 
 def title_of(run: str, row: Mapping[str, Any], note: str) -> str:

@@ -87,7 +87,10 @@ def _row(name: str, info: FieldInfo) -> str:
     kind = "semantic" if is_semantic(info) else "operational"
     live = ", live" if is_live(info) else ""
     default = _value(info.get_default(call_default_factory=True))
-    cells = [f"`{name}`", _type(info.annotation), default, _bounds(info), f"{kind}{live}", _description(info)]
+    former = ", ".join(_value(value) for value in former_values(info))
+    renamed = f" Formerly `{former_name(info)}`." if former_name(info) else ""
+    about = f"{info.description or ''}{renamed}{f' In older runs: {former}.' if former else ''}"
+    cells = [f"`{name}`", _type(info.annotation), default, _bounds(info), f"{kind}{live}", about]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -104,13 +107,6 @@ def _type(annotation: Any) -> str:
     if origin is not None:
         return f"{_NAMES[origin]} of {_type(arguments[-1])}"
     return _NAMES[annotation]
-
-
-def _description(info: FieldInfo) -> str:
-    """The field's description, its former name, and its values in older runs if its default changed or it was added."""
-    former = ", ".join(_value(value) for value in former_values(info))
-    renamed = f" Formerly `{former_name(info)}`." if former_name(info) else ""
-    return f"{info.description or ''}{renamed}{f' In older runs: {former}.' if former else ''}"
 
 
 _NAMES: Final[dict[Any, str]] = {
