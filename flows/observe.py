@@ -28,7 +28,7 @@ from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import Store
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
-from flows.alerts import Alert, AlertMonitor, Metrics
+from flows.alerts import AlertMonitor
 from flows.artifacts import Artifacts
 from flows.background import CLOSE_SECONDS, HURRIED_SECONDS
 from flows.pages import iteration_page, manifest_page, rollout_page, rollout_rows, seconds_of, stage_line
@@ -64,7 +64,13 @@ class Observer:
         self.run = run
         self.log = get_run_logger()
         self.every = 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.artifact_every
-        self.events = Events(run)
+        self.about = {"run": run.name, "store": run.store.url}
+        self.resource = {
+            "prefect.resource.id": f"prefect.flow-run.{flow_run.get_id()}",
+            "prefect.resource.name": flow_run.get_name() or run.name,
+            "arealflow.run": run.name,
+        }
+        self.advanced = time.monotonic()
         self.watch: AlertMonitor | None = None
         if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual:
             self.watch = AlertMonitor(recipe.alerts)
@@ -76,27 +82,38 @@ class Observer:
         LIBRARY.addHandler(self.handler)
         LIBRARY.setLevel(logging.INFO)
         LIBRARY.propagate = False  # the run's logger prints to the terminal too: no duplicate lines
-        self.events.started()
+        self.advanced = time.monotonic()
+        self._emit(STARTED, {})
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         hurried = error is not None and not isinstance(error, Exception)  # cancelled: soon killed by the worker
         self.artifacts.close(HURRIED_SECONDS if hurried else CLOSE_SECONDS)
-        self.events.ended()
+        self._emit(ENDED, {})
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
         LIBRARY.propagate = True
 
     def __call__(self, result: IterationResult) -> None:
         self.log.info(summary_line(result))
-        self.events.committed(result)
-        for alert in self.watch(metrics_of(result), result.eta) if self.watch else ():
+        where = {"iteration": result.iteration, "of": result.of, "seconds": round(result.seconds, 3)}
+        metrics = {built.manifest.stage: built.manifest.metrics for built in result.news if built.manifest.metrics}
+        finite = {stage: {name: number(value) for name, value in found.items()} for stage, found in metrics.items()}
+        self._emit(COMMITTED, {**where, "metrics": finite})
+        if time.monotonic() - self.advanced >= ADVANCED_SECONDS:
+            self.advanced = time.monotonic()
+            self._emit(ADVANCED, where)
+        for alert in self.watch(metrics, result.eta) if self.watch else ():
             self.log.warning("%s: %s", alert.cause, alert.message)
-            self.events.alert(result, alert)
+            figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
+            about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
+            self._emit(f"arealflow.alert.{alert.cause}", about | figures)
         whole = result.iteration % self.every == 0 or result.iteration == result.of - 1
         if whole or any(not built.reused and is_long(built) for built in result.news):
-            what = f"iteration {result.iteration}"
-            self.artifacts.offer(what, partial(self._show, result, whole))
+            self.artifacts.offer(f"iteration {result.iteration}", partial(self._show, result, whole))
+
+    def _emit(self, event: str, payload: dict[str, Any]) -> None:
+        emit_event(event, self.resource, payload=self.about | payload)
 
     # ── in the artifact thread ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -205,56 +222,6 @@ def artifact_key(run: str, what: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in f"{run}-{what}".lower())
 
 
-# ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Events:
-    """Emits the events of one start of a run."""
-
-    def __init__(self, run: Run) -> None:
-        self.about = {"run": run.name, "store": run.store.url}
-        self.advanced = time.monotonic()
-        self.resource = {
-            "prefect.resource.id": f"prefect.flow-run.{flow_run.get_id()}",
-            "prefect.resource.name": flow_run.get_name() or run.name,
-            "arealflow.run": run.name,
-        }
-
-    def started(self) -> None:
-        """The run has an owner; its services start next."""
-        self.advanced = time.monotonic()
-        self._emit(STARTED, {})
-
-    def ended(self) -> None:
-        """This start of the run ended, for whatever reason; a killed process does not emit this event."""
-        self._emit(ENDED, {})
-
-    def committed(self, result: IterationResult) -> None:
-        """An iteration was committed; at most every ADVANCED_SECONDS an ADVANCED event follows."""
-        where = {"iteration": result.iteration, "of": result.of, "seconds": round(result.seconds, 3)}
-        self._emit(COMMITTED, {**where, "metrics": finite(metrics_of(result))})
-        if time.monotonic() - self.advanced >= ADVANCED_SECONDS:
-            self.advanced = time.monotonic()
-            self._emit(ADVANCED, where)
-
-    def alert(self, result: IterationResult, alert: Alert) -> None:
-        figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
-        about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
-        self._emit(f"arealflow.alert.{alert.cause}", about | figures)
-
-    def _emit(self, event: str, payload: dict[str, Any]) -> None:
-        emit_event(event, self.resource, payload=self.about | payload)
-
-
-def metrics_of(result: IterationResult) -> Metrics:
-    """The metrics by stage of what a commit adds, without those of stages that run once."""
-    return {built.manifest.stage: built.manifest.metrics for built in result.news if built.manifest.metrics}
-
-
-def finite(metrics: Metrics) -> dict[str, dict[str, float | None]]:
-    """The metrics for JSON, which has no NaN: None where a value is not finite."""
-    return {stage: {name: number(value) for name, value in found.items()} for stage, found in metrics.items()}
-
-
 def number(value: float) -> float | None:
+    """The value for JSON, which has no NaN: None if it is not finite."""
     return value if math.isfinite(value) else None
