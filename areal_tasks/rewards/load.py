@@ -32,12 +32,9 @@ def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], ob
     """
     _search_working_directory()
     call = find_function(_target(name), _FIELD, ("prompt", "completion", "answer"), arguments, _OPTIONAL)
-
-    def judge(row: Row) -> object:
-        options = {key: getattr(row, key) for key in _OPTIONAL}
-        return call(row.prompt, row.completion, row.answer, **options)
-
-    return judge
+    return lambda row: call(
+        row.prompt, row.completion, row.answer, truncated=row.truncated, stop_reason=row.stop_reason
+    )
 
 
 def check_module(name: str) -> None:
