@@ -36,8 +36,8 @@ def load_s3_keys(store_url: str) -> bool:
     """
     if not on_s3(store_url) or set_key_variables():
         return False
-    kept = _kept_patiently()
-    set_keys(kept)
+    if kept := _kept_patiently():
+        set_keys(kept)
     return bool(kept)
 
 
@@ -58,8 +58,6 @@ def keys_in_environment() -> dict[str, str]:
 
 def set_keys(kept: Mapping[str, str]) -> None:
     """Put kept keys into the environment in place of all others; endpoint and region set there take precedence."""
-    if not kept:
-        return
     for name in SECRETS:
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})

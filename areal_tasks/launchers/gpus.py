@@ -81,8 +81,8 @@ def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False)
 
     UserError as of `place`, or for `inference.release_memory` where no server shares a GPU with the trainer.
     """
-    trains = not isinstance(recipe, EvaluateRecipe)
-    ranks, chosen = (recipe.trainer.ranks, recipe.trainer.gpus) if trains else (0, [])  # type: ignore[union-attr]
+    trainer = None if isinstance(recipe, EvaluateRecipe) else recipe.trainer
+    ranks, chosen = (trainer.ranks, trainer.gpus) if trainer else (0, [])
     if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang" or external:
         return place(visible, ranks, chosen)
     asked = recipe.inference
@@ -109,8 +109,8 @@ def place(
     few, the servers share the trainer's, too. UserError if there are too few GPUs, or a named one does not exist.
     """
     if not visible:
-        _refuse_named(trainer_gpus, "trainer.gpus")
-        _refuse_named(inference_gpus, "inference.gpus")
+        _named(visible, trainer_gpus, "trainer.gpus")
+        _named(visible, inference_gpus, "inference.gpus")
         return Placement(servers=((),) * servers)
     if not trainer_gpus and ranks > len(visible):
         raise UserError(
@@ -147,12 +147,9 @@ def describe(placement: Placement) -> str:
     return ", ".join(f"{name} on GPU {gpus}" for name, gpus in assigned(placement).items())
 
 
-def _refuse_named(chosen: Sequence[int], field: str) -> None:
-    if chosen:
-        raise UserError(f"{field}: names GPU {chosen[0]}, but none is visible; leave it out to use the CPU")
-
-
 def _named(visible: Sequence[str], chosen: Sequence[int], field: str) -> tuple[str, ...]:
+    if chosen and not visible:
+        raise UserError(f"{field}: names GPU {chosen[0]}, but none is visible; leave it out to use the CPU")
     missing = [gpu for gpu in chosen if not 0 <= gpu < len(visible)]
     if missing:
         raise UserError(f"{field}: there is no GPU {missing[0]}: {_count(visible)}, numbered from 0")

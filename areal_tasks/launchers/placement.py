@@ -131,8 +131,10 @@ def _too_large(needs: Resources, machines: Sequence[Machine]) -> str:
 def _remedy(service: str, needs: Resources, machines: Sequence[Machine]) -> str:
     part = service.partition("-")[0]
     lacking = _lacking(needs, _most(machines)) or [kind for kind in KINDS if getattr(needs, kind)]
-    fields = {kind: f"lower launcher.resources.{part}.{kind}" for kind in KINDS}
-    return "; ".join((fields | ({"gpus": FEWER_GPUS[part]} if part in FEWER_GPUS else {}))[kind] for kind in lacking)
+    remedies = {kind: f"lower launcher.resources.{part}.{kind}" for kind in KINDS}
+    if part in FEWER_GPUS:
+        remedies["gpus"] = FEWER_GPUS[part]
+    return "; ".join(remedies[kind] for kind in lacking)
 
 
 def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bool:
