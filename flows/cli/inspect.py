@@ -139,10 +139,10 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     row["created"] = row["created"] and clock_text(row["created"])
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
     parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
-    text = ""
-    if waits and (longest := waits.waits[:1]):  # what it waits for is last, as a long cell's end is cut
-        more = f" (and {len(waits.waits) - 1} more)" if waits.waits[1:] else ""
-        text = f"since {clock_text(longest[0].since)}{more} {longest[0].at}: {longest[0].what}"
+    found, text = waits.waits if waits else (), ""
+    if found:  # the longest wait; its description comes last, since a long cell's end is cut
+        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+        text = f"since {clock_text(found[0].since)}{more} {found[0].at}: {found[0].what}"
     return row | kept | parent | {"waits for": text}
 
 
