@@ -142,7 +142,7 @@ def _number(bound: Any) -> str:
 def _rules() -> str:
     fields: dict[str, list[str]] = {}
     for row in NO_EFFECT:
-        fields.setdefault(row.when, []).append(f"`{row.field}`")
+        fields.setdefault(row.when, []).extend(f"`{field}`" for field in row.fields)
     without = [f"- {', '.join(names)}: no effect {when}." for when, names in fields.items()]
     refused = [f"- `{key}`: {reason}." for key, reason in REFUSED_KEYS.items()]
     head = "A field that differs from its default where it has no effect is an error, which says what to do instead:"
