@@ -41,6 +41,14 @@ COMMANDS: Final = {
 }
 
 
+def load_command(name: str) -> Any:
+    """The command of that name, with its module."""
+    module, _, function = COMMANDS[name].partition(":")
+    alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    alone.command(name)(getattr(import_module(f"flows.cli.{module}"), function))
+    return typer.main.get_command(alone)
+
+
 class Group(TyperGroup):
     """A Typer group whose commands are imported on access."""
 
@@ -48,12 +56,7 @@ class Group(TyperGroup):
         super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS)})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, function = COMMANDS[cmd_name].partition(":")
-        alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-        alone.command(cmd_name)(getattr(import_module(f"flows.cli.{module}"), function))
-        return typer.main.get_command(alone)
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
 
 
 app = typer.Typer(
