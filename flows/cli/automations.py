@@ -84,21 +84,17 @@ def ask(
     timeout: float = TIMEOUT_SECONDS,
 ) -> httpx.Response:
     """The server's response; retried on 503, with which Prefect reports a busy database before it writes anything."""
-    headers = authorization()
+    headers = {}  # as Prefect's client sends them, for the credentials in this environment
+    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
+        headers["Authorization"] = f"Basic {b64encode(user_and_password.encode()).decode()}"
+    elif key := os.environ.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     for pause in (*BUSY_PAUSES, None):
         answer = httpx.request(method, url, json=body, params=params, headers=headers, timeout=timeout)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or pause is None:
             break
         time.sleep(pause)
     return answer
-
-
-def authorization() -> dict[str, str]:
-    """The header that Prefect's client sends with each request, for the credentials in this environment."""
-    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
-        return {"Authorization": f"Basic {b64encode(user_and_password.encode()).decode()}"}
-    key = os.environ.get("PREFECT_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _reason(answer: httpx.Response) -> str:
