@@ -237,24 +237,21 @@ def address_in(network: str) -> str:
     return found
 
 
-def serve(agent: Agent, certificate: str, listener: socket.socket) -> uvicorn.Server:
+def serve(agent: Agent, listener: socket.socket) -> uvicorn.Server:
     """The agent's server, in a thread. It answers only clients with a certificate of the flow's authority."""
-    agent.identity.write(folder := agent.folder / "agent", certificate, agent.job.authority)
+    (folder := agent.folder / "agent").mkdir()
+    agent.identity.write(folder, agent.identity.certificate, agent.job.authority)
     only = {"ssl_ca_certs": str(folder / AUTHORITY), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     server = uvicorn_server(agent.app(), str(folder), **only)
     threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="agent", daemon=True).start()
     return server
 
 
-def run(job: NodeJob) -> int:
-    """Serve until the service has ended and the flow knows, or the flow is lost; returns an exit code."""
-    with tempfile.TemporaryDirectory(prefix=f"arealflow-node-{job.spec.name}-", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "agent").mkdir()
-        return _run_in(Path(folder), job)
+def run(folder: Path, job: NodeJob) -> int:
+    """Serve until the service has ended and the flow knows, or the flow is lost; returns an exit code.
 
-
-def _run_in(folder: Path, job: NodeJob) -> int:
-    """As `run`, with `folder`, which only this user can read, for keys and the service's log."""
+    `folder`: for keys and the service's log; only this user can read it.
+    """
     spec, address = job.spec, address_in(job.network)
     identity = Identity(f"{socket.gethostname()} {spec.name}", address)
     agent, listener = Agent(job, identity, address, folder), listen(address)
@@ -265,7 +262,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
         certificate=identity.certificate,
         software=software(),
     )
-    server = serve(agent, identity.certificate, listener)
+    server = serve(agent, listener)
     try:
         open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
     except Exists:
@@ -285,7 +282,10 @@ def _run_in(folder: Path, job: NodeJob) -> int:
 
 def main() -> None:
     with as_service():
-        code = run(NodeJob.model_validate_json(os.environ.pop(JOB)))
+        job = NodeJob.model_validate_json(os.environ.pop(JOB))
+        prefix = f"arealflow-node-{job.spec.name}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+            code = run(Path(folder), job)
     sys.exit(code)
 
 
