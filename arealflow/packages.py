@@ -6,7 +6,6 @@ This module imports none of these packages, so that it can report the conflict.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -18,19 +17,13 @@ INSTALLED: Final = Path(__file__).resolve().parents[1]
 
 def check_packages() -> None:
     """Raise ImportError, with the remedy, if Python finds other packages of these names."""
-    for name, folder in hidden():
-        raise ImportError(
-            f"Python finds {folder} instead of arealflow's own package {name!r}. Rename that folder, or take "
-            f"{folder.parent} out of PYTHONPATH; or start Python from another folder, or with -P."
-        )
-
-
-def hidden() -> Iterator[tuple[str, Path]]:
-    """Names of arealflow's packages that other packages hide, with the folders of these others."""
     for name in PACKAGES:
         folder = _found(name)
         if folder is not None and folder != INSTALLED / name:
-            yield name, folder
+            raise ImportError(
+                f"Python finds {folder} instead of arealflow's own package {name!r}. Rename that folder, or take "
+                f"{folder.parent} out of PYTHONPATH; or start Python from another folder, or with -P."
+            )
 
 
 def _found(name: str) -> Path | None:

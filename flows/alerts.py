@@ -32,8 +32,7 @@ class Alert:
 class AlertMonitor:
     """Called with each iteration's metrics, returns the warnings that the previous iteration did not raise.
 
-    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward covers this start of the flow only, not
-    earlier starts.
+    `eta` is `rollout.max_head_offpolicyness` in that iteration. The best reward is that since this start of the flow.
     """
 
     def __init__(self, settings: Alerts) -> None:
@@ -43,26 +42,19 @@ class AlertMonitor:
         self.active: set[str] = set()
 
     def __call__(self, metrics: Metrics, eta: int = 0) -> list[Alert]:
-        found: dict[str, Alert] = {}
-        for alert in self._found(metrics, eta):
-            found.setdefault(alert.cause, alert)
+        verify, found = metrics.get("verify", {}), dict[str, Alert]()
+        # if no completion could be judged, the mean reward of 0 is meaningless
+        if math.isfinite(verify.get("reward", math.nan)) and unjudged(verify) < 1.0:
+            self.last.append(verify["reward"])
+            if len(self.last) > self.settings.window:
+                self.earlier.add(self.last.popleft())
+        collapse = reward_collapse(self.earlier, list(self.last), self.settings)
+        for alert in (collapse, *threshold_alerts(metrics, eta, self.settings)):
+            if alert is not None:
+                found.setdefault(alert.cause, alert)
         fresh = [alert for cause, alert in found.items() if cause not in self.active]
         self.active = set(found)
         return fresh
-
-    def _found(self, metrics: Metrics, eta: int) -> Iterator[Alert]:
-        verify = metrics.get("verify", {})
-        # if no completion could be judged, the mean reward of 0 is meaningless
-        if math.isfinite(verify.get("reward", math.nan)) and unjudged(verify) < 1.0:
-            self._remember(verify["reward"])
-        if (collapse := reward_collapse(self.earlier, list(self.last), self.settings)) is not None:
-            yield collapse
-        yield from threshold_alerts(metrics, eta, self.settings)
-
-    def _remember(self, reward: float) -> None:
-        self.last.append(reward)
-        if len(self.last) > self.settings.window:
-            self.earlier.add(self.last.popleft())
 
 
 class RewardBaseline:
@@ -116,6 +108,7 @@ def threshold_alerts(metrics: Metrics, eta: int, settings: Alerts) -> Iterator[A
     verify, train, publish = (metrics.get(stage, {}) for stage in ("verify", "train", "publish"))
     effective, clipped = train.get("effective_sample_size", 1.0), train.get("behaviour_clipped", 0.0)
     before, apart = "the KL to the policy before the step", "engine and trainer are {:.4g} nats apart on average"
+    lag, old = train.get("lag_max", 0.0) - eta, f"a token lags {{:g}} versions more than η, {eta}"
     count = "by their behaviour weights the tokens count as {:.0%} of their number"
     for cause, field, value, text in (
         ("kl-explosion", "max_kl", train.get("kl", 0.0), "the KL to version 0 is {:.4g} nats per token"),
@@ -125,12 +118,7 @@ def threshold_alerts(metrics: Metrics, eta: int, settings: Alerts) -> Iterator[A
         ("engines-disagree", "max_logprob_gap", publish.get("logprob_gap_mean", 0.0), apart),
         ("few-effective-samples", "min_effective_sample_size", effective, count),
         ("behaviour-clipped", "max_behaviour_clipped", clipped, "{:.1%} of the behaviour weights are capped or masked"),
-        (
-            "old-samples",
-            "max_lag_beyond",
-            train.get("lag_max", 0.0) - eta,
-            f"a token lags {{:g}} versions more than η, {eta}",
-        ),
+        ("old-samples", "max_lag_beyond", lag, old),
     ):
         threshold = getattr(settings, field)
         as_wanted = value >= threshold if field.startswith("min_") else value <= threshold  # False for NaN

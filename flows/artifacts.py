@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from queue import Empty, Full, Queue
 from typing import Any, Final
@@ -51,12 +51,12 @@ class Artifacts:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Wait for the queued work for at most `seconds`, and log how much was lost."""
         deadline = time.monotonic() + seconds
-        try:
+        with suppress(Full):  # what remains is counted below
             self._queue.put(None, timeout=seconds)
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        except Full:
-            pass  # what remains is counted below
-        self.lost += _left_in(self._queue)
+        with suppress(Empty):
+            while True:
+                self.lost += self._queue.get_nowait() is not None
         if self.lost or self._thread.is_alive():
             self.log.warning("artifacts of %d iterations are missing or incomplete; the run is not", max(1, self.lost))
 
@@ -99,13 +99,3 @@ class Artifacts:
 def _new_client() -> SyncPrefectClient:
     """A client separate from the flow engine's."""
     return get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True)
-
-
-def _left_in(queue: Queue[Any]) -> int:
-    """How many entries, other than None, were left in the queue; empties it."""
-    left = 0
-    while True:
-        try:
-            left += queue.get_nowait() is not None
-        except Empty:
-            return left

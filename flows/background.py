@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
 from areal_tasks.engines.sampling import Sampler
@@ -55,9 +54,7 @@ class RepeatedWork:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         hurried = error is not None and (isinstance(error, StoreError) or not isinstance(error, Exception))
         self._over.set()
         self._thread.join(HURRIED_SECONDS if hurried else self.close_seconds)
@@ -100,7 +97,6 @@ class ServiceLogs(RepeatedWork):
         return super().__enter__()
 
     def repeat(self) -> None:
-        """Copy what is new."""
         for name, file in self._mine().items():
             self._copies.setdefault(name, LogCopy(self.run.store, self.run.name, name, file))()
 
@@ -131,14 +127,11 @@ class ServiceSamples(RepeatedWork):
         self.stored.add(self.sampler.sample())
         if self.stored.newly_watched():
             self._watched = now
-        if now - self._watched < WATCHED_SECONDS or now - self._wrote >= self._pause(now):
+        pause = min(LONGEST_SECONDS, max(FIRST_SECONDS, SHARE * (now - self._began)))
+        if now - self._watched < WATCHED_SECONDS or now - self._wrote >= pause:
             self._wrote = now
             self.stored.write()
 
-    def _pause(self, now: float) -> float:
-        return min(LONGEST_SECONDS, max(FIRST_SECONDS, SHARE * (now - self._began)))
-
     def end(self) -> None:
-        """Sample once more, and store everything."""
         self.stored.add(self.sampler.sample())
         self.stored.write()

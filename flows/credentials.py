@@ -23,10 +23,7 @@ BLOCK: Final = "areal-s3-keys"
 NEEDED: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRETS: Final = (*NEEDED, "AWS_SESSION_TOKEN")
 #: Variables that say where the store is, and the functions that read them (or their alternatives).
-PLACES: Final[Mapping[str, Callable[[], str]]] = {
-    "AWS_ENDPOINT_URL": s3_endpoint,
-    "AWS_REGION": s3_region,
-}
+PLACES: Final[Mapping[str, Callable[[], str]]] = {"AWS_ENDPOINT_URL": s3_endpoint, "AWS_REGION": s3_region}
 #: How long requests to a Prefect server that does not answer are retried.
 RETRY_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
@@ -35,14 +32,12 @@ _LONGEST_PAUSE_SECONDS: Final = 8.0
 def load_s3_keys(store_url: str) -> bool:
     """If the store is on S3 and the environment has no keys, set those that Prefect keeps. Returns whether it did.
 
-    Raises:
-        UserError: Prefect's block is not a pair of keys, or its server has not answered for a minute.
-        httpx.HTTPStatusError: the Prefect server refuses.
+    Errors as of `read_prefect_keys`; UserError if the Prefect server has not answered for a minute.
     """
     if not on_s3(store_url) or set_key_variables():
         return False
-    kept = _kept_patiently()
-    set_keys(kept)
+    if kept := _kept_patiently():
+        set_keys(kept)
     return bool(kept)
 
 
@@ -52,7 +47,6 @@ def on_s3(store_url: str) -> bool:
 
 
 def set_key_variables() -> list[str]:
-    """Which of the variables NEEDED are set."""
     return [name for name in NEEDED if os.environ.get(name)]
 
 
@@ -64,8 +58,6 @@ def keys_in_environment() -> dict[str, str]:
 
 def set_keys(kept: Mapping[str, str]) -> None:
     """Put kept keys into the environment in place of all others; endpoint and region set there take precedence."""
-    if not kept:
-        return
     for name in SECRETS:
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in kept.items() if name not in PLACES or not PLACES[name]()})
@@ -74,9 +66,7 @@ def set_keys(kept: Mapping[str, str]) -> None:
 def read_prefect_keys() -> dict[str, str]:
     """The keys that the Prefect server keeps, with endpoint and region if it has them; empty if it has no keys.
 
-    Raises:
-        UserError: the block holds something else.
-        httpx.HTTPError: the Prefect server does not answer, or refuses.
+    UserError if the block holds something else; httpx.HTTPError if the server does not answer, or refuses.
     """
     from prefect.client.orchestration import get_client  # takes a second
     from prefect.exceptions import ObjectNotFound

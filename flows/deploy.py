@@ -23,11 +23,7 @@ def this_folder() -> dict[str, str]:
 
 
 def enter(directory: str, modules: str) -> dict[str, str]:
-    """`{directory}`: the flow run's working directory. Rewards and workflows may also be imported from `modules`.
-
-    Raises:
-        UserError: one of the folders does not exist.
-    """
+    """`{directory}`: the flow run's working directory. Rewards and workflows may also be imported from `modules`."""
     for folder in (directory, modules):
         if not Path(folder).is_dir():
             raise UserError(f"{folder} no longer exists: `arealflow deploy` the recipe again from where it is now")

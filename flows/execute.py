@@ -1,10 +1,16 @@
-"""Code shared by the flows: from a recipe to a run with all its iterations committed."""
+"""Code shared by the flows: from a recipe to a run with all its iterations committed.
+
+A run is restarted in the same process while its store or an engine is unavailable, with new services and a new owner;
+what is committed is reused. A store that is unreachable at the flow run's first request is more likely a mistake, and
+reported immediately. A start whose iteration an earlier start has committed (`HeadMoved`) is restarted in the same way.
+"""
 
 from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,21 +24,22 @@ from prefect.exceptions import ObjectNotFound, Pause
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
-from areal_tasks.store.backend import StoreError
+from areal_tasks.store.backend import StoreError, Unavailable
 from areal_tasks.store.fork import Origin, read_fork
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import HeadMoved, Run, open_run
 from flows.background import ServiceLogs, ServiceSamples
 from flows.credentials import load_s3_keys
 from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
 from flows.pauses import Pauses
-from flows.restarts import RestartBudget, with_restarts
 from flows.startup import Startup, mark, start_timing
 from flows.tasks import StageTasks
 from flows.waits import Waits
@@ -42,11 +49,16 @@ from schemas.recipe.recipe import BaseRecipe, Recipe
 from schemas.recipe.recorded import overrides_text
 
 R = TypeVar("R", bound=BaseRecipe)
+T = TypeVar("T")
 
 #: How the log names the end of a flow process by a signal, by the type of the flow run's state.
 ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "suspended"}
 #: In seconds. Prefect's client tries four times to connect; the worker kills a flow 7 s after asking it to end.
 ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
+RESTARTED_AFTER: Final = (Unavailable, TrainerDown, ServerDown, HeadMoved)
+#: How long a flow retries without committing an iteration.
+WAIT_SECONDS: Final = 600.0
+LONGEST_PAUSE_SECONDS: Final = 15.0
 
 
 def prepare(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str, Origin | None]:
@@ -91,35 +103,57 @@ def split_overrides(overrides: str) -> list[str]:
         raise UserError(f"overrides: {error} in {overrides!r}; write section.field=value separated by blanks") from None
 
 
+class RestartBudget:
+    """Counts failures since the last progress. `known`: the store has answered before, so that retries make sense."""
+
+    def __init__(self, known: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.known = known
+        self.clock = clock
+        self.failures = 0
+        self.until = 0.0  # after the first failure: when retries end
+
+    def progressed(self) -> None:
+        """Record progress: the store answered and the run was opened, or an iteration was committed."""
+        self.known, self.failures = True, 0
+
+    def pause(self, error: Exception) -> float:
+        """Seconds until the next retry: 1, 2, 4, … Raises `error` when retries are over or make no sense."""
+        self.until = self.until if self.failures else self.clock() + WAIT_SECONDS
+        if not self.known or self.clock() > self.until:
+            raise error
+        self.failures += 1
+        return min(LONGEST_PAUSE_SECONDS, 2.0 ** (self.failures - 1))
+
+
+def with_restarts(work: Callable[[RestartBudget], T]) -> T:
+    """Call `work`, retrying while it raises an error of RESTARTED_AFTER; returns its result, raises other errors."""
+    budget = RestartBudget(known=flow_run.get_run_count() > 1)
+    while True:
+        try:
+            return work(budget)
+        except RESTARTED_AFTER as error:
+            seconds = budget.pause(error)
+            again = "%s Trying again in %g s, for at most %g s without a commit."
+            get_run_logger().warning(again, error, seconds, WAIT_SECONDS)
+            time.sleep(seconds)
+
+
 def execute(
     recipe: Recipe, name: str, origin: Origin | None = None, segments: Sequence[tuple[int, Recipe]] = ()
 ) -> dict[str, Any]:
-    """Build and commit every iteration that the run lacks; all engines have ended when this returns or raises.
-
-    `origin` and `segments` are those of `open_run`.
-    """
+    """Build and commit every iteration that the run lacks; engines have ended then. See also `open_run`."""
     return with_restarts(lambda budget: _start(recipe, name, origin, segments, budget))
 
 
 def _start(
-    recipe: Recipe,
-    name: str,
-    origin: Origin | None,
-    segments: Sequence[tuple[int, Recipe]],
-    budget: RestartBudget,
+    recipe: Recipe, name: str, origin: Origin | None, segments: Sequence[tuple[int, Recipe]], budget: RestartBudget
 ) -> dict[str, Any]:
     """One start of the run: from its last commit to its last iteration."""
     startup, flow_run_id = Startup(), flow_run.get_id() or ""
     checked = check_inputs(recipe, name, origin)
     recipe, origin, store, log = checked.recipe, checked.origin, checked.stored.store, get_run_logger()
     run = open_run(
-        store,
-        name,
-        recipe,
-        origin=origin,
-        segments=segments,
-        prefect_flow_run_id=flow_run_id,
-        stored=checked.stored,
+        store, name, recipe, origin=origin, segments=segments, prefect_flow_run_id=flow_run_id, stored=checked.stored
     )
     log.info("run %s in %s, start #%d", name, store.url, run.owner)
     if origin is not None:
@@ -198,7 +232,6 @@ def state_type(flow_run_id: str) -> str:
 
 
 def run_state(run: Run) -> dict[str, int | str]:
-    """State of a run: its owner, the number of committed iterations, and the digest of the last commit."""
     committed = run.committed
     return {"owner": run.owner, "iterations": committed, "head": run.digest_before(committed)}
 

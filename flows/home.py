@@ -10,7 +10,6 @@ from arealflow.packages import INSTALLED
 
 
 def home() -> Path:
-    """`AREALFLOW_HOME`, else `.arealflow` in the current folder."""
     return Path(os.environ.get("AREALFLOW_HOME", ".arealflow")).resolve()
 
 

@@ -1,18 +1,26 @@
-"""What the Prefect UI shows of a run: a progress bar, each stage, sampled rollouts, and a log line per iteration."""
+"""What Prefect shows of a run: a progress bar, each stage, sampled rollouts, a log line and an event per iteration.
+
+The resource of the events is the flow run, so they appear in its event feed, and automations can relate them to the
+flow run's own states: `deployments/automations/alerts.yaml` does. Prefect sends events in its own thread and drops them
+if the server is down; nothing here fails a run.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import time
 from collections.abc import Mapping
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
 from typing import Any, Final
 from uuid import UUID
 
 import pyarrow as pa
 from prefect import get_run_logger
+from prefect.events import emit_event
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
 
 from areal_tasks.stages.build import Built
@@ -23,7 +31,6 @@ from areal_tasks.store.shards import read_table
 from flows.alerts import AlertMonitor
 from flows.artifacts import Artifacts
 from flows.background import CLOSE_SECONDS, HURRIED_SECONDS
-from flows.events import Events, metrics_of
 from flows.pages import iteration_page, manifest_page, rollout_page, rollout_rows, seconds_of, stage_line
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe
 from schemas.tables import ROLLOUT
@@ -41,6 +48,13 @@ METRICS = {
 #: A stage that takes this long always gets its manifest as an artifact: the cost is negligible there.
 LONG_SECONDS: Final = 10.0
 LIBRARY = logging.getLogger("areal_tasks")
+STARTED: Final = "arealflow.run.started"
+ADVANCED: Final = "arealflow.run.advanced"
+ENDED: Final = "arealflow.run.ended"
+COMMITTED: Final = "arealflow.iteration.committed"
+#: Least time between two ADVANCED events, by which the automation for stalled runs sees progress: Prefect miscounts
+#: such events if they follow each other immediately, and each is a write to its database.
+ADVANCED_SECONDS: Final = 10.0
 
 
 class Observer:
@@ -50,7 +64,13 @@ class Observer:
         self.run = run
         self.log = get_run_logger()
         self.every = 1 if isinstance(recipe, EvaluateRecipe) else recipe.schedule.artifact_every
-        self.events = Events(run)
+        self.about = {"run": run.name, "store": run.store.url}
+        self.resource = {
+            "prefect.resource.id": f"prefect.flow-run.{flow_run.get_id()}",
+            "prefect.resource.name": flow_run.get_name() or run.name,
+            "arealflow.run": run.name,
+        }
+        self.advanced = time.monotonic()
         self.watch: AlertMonitor | None = None
         if isinstance(recipe, RlhfRecipe) and not run.record.counterfactual:
             self.watch = AlertMonitor(recipe.alerts)
@@ -62,32 +82,38 @@ class Observer:
         LIBRARY.addHandler(self.handler)
         LIBRARY.setLevel(logging.INFO)
         LIBRARY.propagate = False  # the run's logger prints to the terminal too: no duplicate lines
-        self.events.started()
+        self.advanced = time.monotonic()
+        self._emit(STARTED, {})
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        hurried = kind is not None and not issubclass(kind, Exception)  # cancelled: the worker soon kills this process
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        hurried = error is not None and not isinstance(error, Exception)  # cancelled: soon killed by the worker
         self.artifacts.close(HURRIED_SECONDS if hurried else CLOSE_SECONDS)
-        self.events.ended()
+        self._emit(ENDED, {})
         LIBRARY.removeHandler(self.handler)
         LIBRARY.setLevel(self.level)
         LIBRARY.propagate = True
 
     def __call__(self, result: IterationResult) -> None:
         self.log.info(summary_line(result))
-        self.events.committed(result)
-        self._warn(result)
+        where = {"iteration": result.iteration, "of": result.of, "seconds": round(result.seconds, 3)}
+        metrics = {built.manifest.stage: built.manifest.metrics for built in result.news if built.manifest.metrics}
+        finite = {stage: {name: number(value) for name, value in found.items()} for stage, found in metrics.items()}
+        self._emit(COMMITTED, {**where, "metrics": finite})
+        if time.monotonic() - self.advanced >= ADVANCED_SECONDS:
+            self.advanced = time.monotonic()
+            self._emit(ADVANCED, where)
+        for alert in self.watch(metrics, result.eta) if self.watch else ():
+            self.log.warning("%s: %s", alert.cause, alert.message)
+            figures = {"value": number(alert.value), "threshold": number(alert.threshold)}
+            about = {"cause": alert.cause, "message": alert.message, "iteration": result.iteration}
+            self._emit(f"arealflow.alert.{alert.cause}", about | figures)
         whole = result.iteration % self.every == 0 or result.iteration == result.of - 1
         if whole or any(not built.reused and is_long(built) for built in result.news):
-            what = f"iteration {result.iteration}"
-            self.artifacts.offer(what, partial(self._show, result, whole))
+            self.artifacts.offer(f"iteration {result.iteration}", partial(self._show, result, whole))
 
-    def _warn(self, result: IterationResult) -> None:
-        for alert in self.watch(metrics_of(result), result.eta) if self.watch else ():
-            self.log.warning("%s: %s", alert.cause, alert.message)
-            self.events.alert(result, alert)
+    def _emit(self, event: str, payload: dict[str, Any]) -> None:
+        emit_event(event, self.resource, payload=self.about | payload)
 
     # ── in the artifact thread ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,7 +126,9 @@ class Observer:
         }
         if not whole:
             return
-        self._progress(result)
+        percent = 100.0 * (result.iteration + 1) / result.of
+        about = f"Iterations of {self.run.label}"
+        self.artifacts.show("progress", percent, artifact_key(self.run.name, "progress"), about)
         self._iteration(result, pages)
         for built in result.built.values():
             if built.manifest.stage in ("rollout", "evaluate"):
@@ -111,11 +139,6 @@ class Observer:
         page = manifest_page(built.label, self.run.store, built.manifest)
         task_run = UUID(built.manifest.provenance.prefect_task_run_id)
         return self.artifacts.create("markdown", page, None, f"Manifest of {built.label}", task_run)
-
-    def _progress(self, result: IterationResult) -> None:
-        percent = 100.0 * (result.iteration + 1) / result.of
-        key, about = artifact_key(self.run.name, "progress"), f"Iterations of {self.run.label}"
-        self.artifacts.show("progress", percent, key, about)
 
     def _iteration(self, result: IterationResult, pages: Mapping[str, UUID]) -> None:
         stages = in_order(result)
@@ -156,7 +179,6 @@ class _Relay(logging.Handler):
 
 
 def is_long(built: Built) -> bool:
-    """Whether the stage took LONG_SECONDS or longer."""
     return seconds_of(built.manifest) >= LONG_SECONDS
 
 
@@ -198,3 +220,8 @@ def judged_samples(store: Store, built: Built, result: IterationResult) -> pa.Ta
 def artifact_key(run: str, what: str) -> str:
     """A key that Prefect accepts: lower-case letters, digits and dashes."""
     return "".join(c if c.isalnum() else "-" for c in f"{run}-{what}".lower())
+
+
+def number(value: float) -> float | None:
+    """The value for JSON, which has no NaN: None if it is not finite."""
+    return value if math.isfinite(value) else None

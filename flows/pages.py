@@ -65,10 +65,7 @@ def tail(text: str, length: int) -> str:
 
 
 def rollout_rows(samples: pa.Table, count: int, trained: int | None = None) -> list[dict[str, Any]]:
-    """Rows of the table artifact, evenly spaced over the samples so that groups differ: numbers first, texts cut.
-
-    Weight versions are shown if version `trained`, which trains on the samples, is newer than some of them.
-    """
+    """Rows evenly spaced over the samples, so that groups differ; with versions if some are older than `trained`."""
     shown = min(count, len(samples))
     rows = samples.take([i * len(samples) // shown for i in range(shown)]).to_pylist()
     stale = trained is not None and any(row["num_generated"] > 0 and row["version_min"] < trained for row in rows)
@@ -192,10 +189,7 @@ def clock_text(time: str) -> str:
 
 
 def rollout_page(samples: pa.Table, title: str, trained: int | None = None) -> str:
-    """Selected rollouts in full: the best, the worst, the longest, and one each without answer, timed out, unverified.
-
-    A histogram of lags precedes them if version `trained`, which trains on the samples, is newer than some of them.
-    """
+    """Selected rollouts in full; before them a histogram of lags if some are older than version `trained`."""
     rows = samples.to_pylist()
     sections = [_section(heading, row) for heading, row in _selected(rows)]
     return "\n\n".join([f"# {escape_markdown(title)}", *_ages(rows, trained), *sections])
@@ -212,17 +206,13 @@ def _ages(rows: Sequence[dict[str, Any]], trained: int | None) -> list[str]:
 
 
 def _selected(rows: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each sample once, under all of its headings, in order of first occurrence."""
     judged = [row for row in rows if not math.isnan(row["reward"])]
     by_reward = sorted(judged, key=lambda row: (row["reward"], row["num_generated"]))
     found = [("Best", by_reward[-1]), ("Worst", by_reward[0])] if judged else []
     found.append(("Longest", max(rows, key=lambda row: row["num_generated"])))
     for verdict, heading in (("unparseable", "No answer found"), ("timeout", "Timed out"), ("error", "Not verified")):
         found += [(heading, row) for row in rows if row["verdict"] == verdict][:1]
-    return _each_once(found)
-
-
-def _each_once(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Each sample once, under all of its headings, in order of first occurrence."""
     headings: dict[str, list[str]] = {}
     for heading, row in found:
         headings.setdefault(row["sample_id"], []).append(heading)
@@ -244,8 +234,6 @@ def _section(heading: str, row: dict[str, Any]) -> str:
 
 def _block(text: str) -> str:
     """An indented code block, in which nothing is markup. Long lines are folded, which the UI does not do."""
-    return "\n".join(f"    {part}" for line in (text or "(empty)").splitlines() for part in _folded(line))
-
-
-def _folded(line: str) -> list[str]:
-    return textwrap.wrap(line, PAGE_WIDTH, drop_whitespace=False, break_on_hyphens=False) or [""]
+    folded = textwrap.TextWrapper(PAGE_WIDTH, drop_whitespace=False, break_on_hyphens=False)
+    lines = (text or "(empty)").splitlines()
+    return "\n".join(f"    {part}" for line in lines for part in folded.wrap(line) or [""])

@@ -59,7 +59,6 @@ def replay(
 
 
 def show(name: str, origin: Origin, comparison: list[Section]) -> None:
-    """Create an artifact in the Prefect UI that shows the comparison."""
     page = "\n\n".join([f"# {escape_markdown(f'{name} is {origin}')}", *map(markdown_table, comparison)])
     create_markdown_artifact(page, key=artifact_key(name, "comparison"), description=f"{name} and {origin.parent}")
 

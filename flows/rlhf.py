@@ -8,8 +8,7 @@ from prefect import flow
 
 from areal_tasks.stages.preflight import check_inputs
 from areal_tasks.store.fork import Origin
-from flows.execute import execute, prepare
-from flows.restarts import with_restarts
+from flows.execute import execute, prepare, with_restarts
 from flows.sft import sft
 from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import RlhfRecipe
@@ -32,10 +31,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
 
 
 def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) -> RlhfRecipe:
-    """Run the recipe's SFT recipe; returns the recipe with the last weights of that run as its initial weights.
-
-    A fork has its parent's initial weights: its recipe is returned unchanged.
-    """
+    """Run the recipe's SFT recipe; the recipe with the last weights of that run. A fork has its parent's: unchanged."""
     first, warm = warm_start(recipe, name)
     if with_restarts(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
         return recipe

@@ -47,30 +47,26 @@ class TemporaryServer:
     def __init__(self) -> None:
         self.log = home() / "logs" / "temporary-server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._read_end, self._write_end = os.pipe()  # the server ends when this process closes the write end or ends
-        with listen() as listener:
-            self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
-            self._process = self._spawn(listener)
-        os.close(self._read_end)
-        atexit.register(self.stop)  # runs after Prefect's own handlers, which send its last logs
-
-    def _spawn(self, listener: socket.socket) -> subprocess.Popen[bytes]:
+        read_end, self._write_end = os.pipe()  # the server ends when this process closes the write end or ends
         own = {
             "PREFECT_HOME": str(home() / "prefect"),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            LIFELINE: str(self._read_end),
+            LIFELINE: str(read_end),
         }
         inherited = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-        with self.log.open("ab") as sink:
-            return subprocess.Popen(
+        with listen() as listener, self.log.open("ab") as sink:
+            self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.server", str(listener.fileno())],
                 env=inherited | SERVER_SETTINGS | TEMPORARY_SETTINGS | own,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                pass_fds=[listener.fileno(), self._read_end],
+                pass_fds=[listener.fileno(), read_end],
                 start_new_session=True,  # Ctrl-C must not reach the server: the flow still has states to report
             )
+        os.close(read_end)
+        atexit.register(self.stop)  # runs after Prefect's own handlers, which send its last logs
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers. UserError with the end of its log if it does not."""

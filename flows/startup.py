@@ -13,18 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-import psutil
 from prefect import get_run_logger
 
 from areal_tasks.stages.jobs import IterationResult
-from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.backend import StoreError
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.paths import service
 from areal_tasks.store.runs import Run
 from schemas.manifest import ServiceRecord, StageManifest
 
-ACTION: Final = "first iteration"
 READY: Final = " ready"
 SHOWN_SECONDS: Final = 0.05
 
@@ -62,11 +60,12 @@ class Startup:
         self.reported = True
         made = [built.manifest for built in result.built.values() if not built.reused]
         found = {"seconds": time.time() - self.began} | self.before | stage_seconds(made)
-        found |= {name + READY: at - self.began for name, at in ready_times(run.store, run, services).items()}
+        records = [find_record(run.store, service(run.name, run.owner, name, 0), ServiceRecord) for name in services]
+        found |= {one.name + READY: epoch(one.started) - self.began for one in records if one is not None}
         details = {name: round(seconds, 3) for name, seconds in found.items()}
         get_run_logger().info("%s", describe(details))
         try:
-            append_log(run.store, run.name, ACTION, details, prefect_flow_run_id=flow_run_id)
+            append_log(run.store, run.name, "first iteration", details, prefect_flow_run_id=flow_run_id)
         except StoreError as error:  # a missing log record must not fail the run
             get_run_logger().warning("the run's log could not be written: %s", error)
 
@@ -85,12 +84,6 @@ def stage_seconds(manifests: Sequence[StageManifest]) -> dict[str, float]:
     return {stage: until - since for since, until, stage in sorted(spans, key=lambda span: span[1])}
 
 
-def ready_times(store: Store, run: Run, services: Sequence[str]) -> dict[str, float]:
-    """When each of these services became ready at its first start, in seconds since the epoch."""
-    records = [find_record(store, service(run.name, run.owner, name, 0), ServiceRecord) for name in services]
-    return {record.name: epoch(record.started) for record in records if record is not None}
-
-
 def describe(times: Mapping[str, float]) -> str:
     """`first iteration after 23.4 s: imports 5.1, initialise 0.9, rollout 14.0; trainer ready after 9.2 s`."""
     spent = [f"{name} {s:.1f}" for name, s in times.items() if not name.endswith(READY) and s >= SHOWN_SECONDS]
@@ -106,10 +99,7 @@ def epoch(text: str) -> float:
 
 def process_began() -> float:
     """When this process was started, in seconds since the epoch."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:  # not Linux; there psutil is exact, on Linux it is up to a second off
-        return psutil.Process().create_time()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # psutil is up to a second off
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 

@@ -15,7 +15,6 @@ from prefect.task_engine import run_task_sync
 
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.jobs import Job
-from areal_tasks.stages.stage import Stage
 from areal_tasks.store.backend import Unavailable
 from flows.pages import metrics_text
 from schemas.errors import UserError
@@ -55,25 +54,25 @@ class StageTasks:
 
     def _task(self, job: Job) -> Task[..., Any]:
         name = job.stage.name
-        if name not in self._tasks:
-            self._tasks[name] = self._make_task(job.stage, job.context.recipe.launcher.restarts)
-        return self._tasks[name]
+        if name in self._tasks:
+            return self._tasks[name]
 
-    def _make_task(self, stage: Stage, restarts: int) -> Task[..., Any]:
         def run_stage(label: str, inputs: dict[str, str]) -> State[Any]:
             ids = PrefectIds(flow_run=flow_run.get_id() or "", task_run=task_run.get_id() or "")
             self._built[label] = built = self._jobs[label].run(ids)
             return final_state(built)
 
-        return Task(
+        restarts = job.context.recipe.launcher.restarts
+        self._tasks[name] = Task(
             run_stage,
-            name=stage.name,
+            name=name,
             task_run_name="{label}",  # no tags: each would cost a request for its concurrency limit, up to 2 s
             retries=max(len(RETRY_DELAYS), restarts + 1),  # the last one raises that no restart is left, and why
             retry_delay_seconds=RETRY_DELAYS,
             retry_condition_fn=worth_retrying,
             persist_result=False,
         )
+        return self._tasks[name]
 
 
 def _paths(job: Job) -> dict[str, str]:

@@ -70,12 +70,9 @@ class Waits(RepeatedWork):
             self._records += 1
 
     def _show(self, record: WaitsRecord) -> None:
-        self.artifacts.offer("what the run waits for", partial(self._write, record))
-
-    def _write(self, record: WaitsRecord) -> None:
         page = waits_page(self.run.name, record, SHOWN_SECONDS)
-        about = f"What {self.run.label} waits for, and since when"
-        self.artifacts.show("markdown", page, artifact_key(self.run.name, "waits"), about)
+        key, about = artifact_key(self.run.name, "waits"), f"What {self.run.label} waits for, and since when"
+        self.artifacts.offer("what the run waits for", partial(self.artifacts.show, "markdown", page, key, about))
 
 
 def _wait(found: Waited) -> Wait:

@@ -224,15 +224,12 @@ def _join(table: str, *names: str, **sources: str) -> Join:
     return Join(table, {name: name for name in names} | sources)
 
 
-def reward_or_null(table: str) -> str:
-    """The column `reward`, with NULL, which averages ignore, for the table's NaN of completions not judged."""
-    return f"CASE WHEN isnan({table}.reward) THEN NULL ELSE {table}.reward END AS reward"
+def reward_or_null(table: str, column: str = "reward") -> str:
+    """The column, with NULL, which averages ignore, for the table's NaN of completions not judged or measured."""
+    return f"CASE WHEN isnan({table}.{column}) THEN NULL ELSE {table}.{column} END AS {column}"
 
 
-#: The column `sample_logprob_gap`, with NULL, which averages ignore, for the table's NaN where it is not measured.
-_GAP: Final = (
-    "CASE WHEN isnan(scalars.sample_logprob_gap) THEN NULL ELSE scalars.sample_logprob_gap END AS sample_logprob_gap"
-)
+_GAP: Final = reward_or_null("scalars", "sample_logprob_gap")
 
 #: The column `lag`: versions between the weights that sampled a sample's oldest token and those that train on it.
 _LAG: Final = "CASE WHEN scalars.num_generated > 0 THEN scalars.iteration - scalars.version_min END AS lag"
@@ -275,12 +272,7 @@ VIEWS: Final = (
         _join("rollout", "prompt", "completion", "answer"),
         _join("verify", "parsed", "detail"),
     ),
-    _view(
-        "samples",
-        "batch",
-        "SELECT batch.* EXCLUDE (input_ids, loss_mask){columns} FROM batch{joins}",
-        _TRAINED,
-    ),
+    _view("samples", "batch", "SELECT batch.* EXCLUDE (input_ids, loss_mask){columns} FROM batch{joins}", _TRAINED),
     _view(
         "samples",
         "evaluate",

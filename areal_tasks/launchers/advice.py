@@ -63,12 +63,7 @@ def advice(service: str, log: str) -> str:
         return CACHE
     if _holds(log, DEVICE_PHRASES):
         return TRAINER if trainer else SERVER
-    return HOST if _killed(log) else ""
-
-
-def _killed(log: str) -> bool:
-    """Whether another program killed SGLang or one of its processes: logged before SGLang's killing of itself."""
-    return _holds(log.partition(KILLED_ITSELF)[0], PART_KILLED)
+    return HOST if _holds(log.partition(KILLED_ITSELF)[0], PART_KILLED) else ""  # killed by another program
 
 
 def _holds(log: str, phrases: tuple[str, ...]) -> bool:

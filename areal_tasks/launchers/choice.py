@@ -15,16 +15,11 @@ from schemas.recipe.launcher import Launcher as Settings
 
 
 def on_this_machine(settings: Settings) -> bool:
-    """Whether services run on the flow's machine."""
     return settings.type in _HERE
 
 
 def make_launcher(settings: Settings, store: Store) -> Launcher:
-    """A new launcher of `launcher.type`.
-
-    Raises:
-        UserError: it is a cluster system that is not installed or cannot be reached, or the store is on this machine.
-    """
+    """A new launcher of `launcher.type`. UserError as of `make_cluster`, or if the store is on this machine alone."""
     if (make := _HERE.get(settings.type)) is not None:
         return make()
     if store.local("") is not None:
@@ -38,11 +33,7 @@ def make_launcher(settings: Settings, store: Store) -> Launcher:
 
 
 def make_cluster(settings: Settings) -> Cluster:
-    """The cluster system of `launcher.type`.
-
-    Raises:
-        UserError: it is not installed or cannot be reached.
-    """
+    """The cluster system of `launcher.type`. UserError if it is not installed or cannot be reached."""
     name = _CLUSTERS.get(settings.type, settings.type)
     made: Cluster = find_object(name, "launcher.type")(settings)
     return made

@@ -68,15 +68,12 @@ class Submitted(Protocol):
 
     def waiting(self) -> str:
         """Why it does not run, in the cluster system's words; empty while it runs."""
-        ...
 
     def exit_code(self) -> int | None:
         """Its exit code; None while it waits or runs."""
-        ...
 
     def cancel(self) -> None:
         """End it; returns when it has ended, or when its end is certain."""
-        ...
 
 
 class Cluster(Protocol):
@@ -89,11 +86,9 @@ class Cluster(Protocol):
             ClusterUnreachable: the cluster does not answer now.
             UserError: no machine of the cluster can ever run it, or the cluster refuses it; with the reason.
         """
-        ...
 
     def close(self) -> None:
         """End all tasks that were submitted here."""
-        ...
 
 
 @runtime_checkable
@@ -101,9 +96,4 @@ class Listing(Protocol):
     """A cluster that can also list its machines, for `arealflow plan --placement`."""
 
     def machines(self) -> list[Machine]:
-        """The machines that may run tasks of these settings.
-
-        Raises:
-            UserError: the cluster cannot be asked.
-        """
-        ...
+        """The machines that may run tasks of these settings. UserError if the cluster cannot be asked."""

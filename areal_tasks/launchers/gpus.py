@@ -61,10 +61,7 @@ def memory_used(gpus: Sequence[str]) -> int:
 
 
 def gpu_usage(gpus: Sequence[str]) -> tuple[float | None, int] | None:
-    """The mean utilisation (0 to 1) of these GPUs, and the bytes that all processes use on them.
-
-    A part of a GPU (MIG) reports no utilisation. None without GPUs, or if `nvidia-smi` is missing or fails.
-    """
+    """Mean utilisation (0 to 1; None for parts of a GPU, MIG) and bytes in use on these GPUs; None if not known."""
     if not gpus:
         return None
     query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=utilization.gpu,memory.used"]
@@ -82,11 +79,10 @@ def gpu_usage(gpus: Sequence[str]) -> tuple[float | None, int] | None:
 def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False) -> Placement:
     """`place` for a recipe. The embedded engine uses the CPU, and `external` servers run already.
 
-    Raises:
-        UserError: as `place`; or `inference.release_memory` where no server shares a GPU with the trainer.
+    UserError as of `place`, or for `inference.release_memory` where no server shares a GPU with the trainer.
     """
-    trains = not isinstance(recipe, EvaluateRecipe)
-    ranks, chosen = (recipe.trainer.ranks, recipe.trainer.gpus) if trains else (0, [])  # type: ignore[union-attr]
+    trainer = None if isinstance(recipe, EvaluateRecipe) else recipe.trainer
+    ranks, chosen = (trainer.ranks, trainer.gpus) if trainer else (0, [])
     if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang" or external:
         return place(visible, ranks, chosen)
     asked = recipe.inference
@@ -110,16 +106,18 @@ def place(
     """One GPU for each trainer rank, `tensor_parallel` for each server.
 
     Named GPUs are used as named. Otherwise the trainer gets the first ones and the servers the next; if these are too
-    few, the servers share the trainer's, too.
-
-    Raises:
-        UserError: there are too few GPUs, or a named one does not exist; says what to change.
+    few, the servers share the trainer's, too. UserError if there are too few GPUs, or a named one does not exist.
     """
     if not visible:
-        _refuse_named(trainer_gpus, "trainer.gpus")
-        _refuse_named(inference_gpus, "inference.gpus")
+        _named(visible, trainer_gpus, "trainer.gpus")
+        _named(visible, inference_gpus, "inference.gpus")
         return Placement(servers=((),) * servers)
-    trainer = _trainer(visible, ranks, trainer_gpus)
+    if not trainer_gpus and ranks > len(visible):
+        raise UserError(
+            f"trainer.ranks: {ranks} ranks need a GPU each, and {_count(visible)}; lower trainer.ranks "
+            "(CUDA_VISIBLE_DEVICES says which GPUs are visible)"
+        )
+    trainer = _named(visible, trainer_gpus, "trainer.gpus") or tuple(visible[:ranks])
     pool = _named(visible, inference_gpus, "inference.gpus") or _pool(visible, trainer, servers * tensor_parallel)
     starts = range(0, servers * tensor_parallel, tensor_parallel)
     return Placement(trainer, tuple(pool[at : at + tensor_parallel] for at in starts))
@@ -149,21 +147,9 @@ def describe(placement: Placement) -> str:
     return ", ".join(f"{name} on GPU {gpus}" for name, gpus in assigned(placement).items())
 
 
-def _refuse_named(chosen: Sequence[int], field: str) -> None:
-    if chosen:
-        raise UserError(f"{field}: names GPU {chosen[0]}, but none is visible; leave it out to use the CPU")
-
-
-def _trainer(visible: Sequence[str], ranks: int, chosen: Sequence[int]) -> tuple[str, ...]:
-    if not chosen and ranks > len(visible):
-        raise UserError(
-            f"trainer.ranks: {ranks} ranks need a GPU each, and {_count(visible)}; lower trainer.ranks "
-            "(CUDA_VISIBLE_DEVICES says which GPUs are visible)"
-        )
-    return _named(visible, chosen, "trainer.gpus") or tuple(visible[:ranks])
-
-
 def _named(visible: Sequence[str], chosen: Sequence[int], field: str) -> tuple[str, ...]:
+    if chosen and not visible:
+        raise UserError(f"{field}: names GPU {chosen[0]}, but none is visible; leave it out to use the CPU")
     missing = [gpu for gpu in chosen if not 0 <= gpu < len(visible)]
     if missing:
         raise UserError(f"{field}: there is no GPU {missing[0]}: {_count(visible)}, numbered from 0")

@@ -148,7 +148,6 @@ class Agent:
 
     @property
     def lost(self) -> bool:
-        """Whether the lease is over."""
         return time.monotonic() > self._renewed + self.job.lease_seconds
 
     def start(self, order: Start) -> None:
@@ -168,7 +167,9 @@ class Agent:
         if not self.lost:  # the request may have waited while this process, or its machine, was stopped
             self._renewed = time.monotonic()
         rotate(self._log, order.log_from)
-        self._measure()
+        if self._handle is not None and (self._measuring is None or self._measuring.done()):
+            # in the background: the lease must not wait for an `nvidia-smi` that hangs
+            self._measuring = asyncio.ensure_future(self._measure(self._handle))
         until = time.monotonic() + order.seconds
         while (state := self._state(order.log_from)).exit_code is None and not state.log and time.monotonic() < until:
             await asyncio.sleep(POLL_SECONDS)
@@ -187,12 +188,7 @@ class Agent:
             part = file.read(LOG_BYTES)
         return State(exit_code=code if len(part) < LOG_BYTES else None, log=part, usage=self._usage)
 
-    def _measure(self) -> None:
-        """Measure the service in the background: the lease must not wait for an `nvidia-smi` that hangs."""
-        if self._handle is not None and (self._measuring is None or self._measuring.done()):
-            self._measuring = asyncio.ensure_future(self._measured(self._handle))
-
-    async def _measured(self, handle: LocalHandle) -> None:
+    async def _measure(self, handle: LocalHandle) -> None:
         self._usage = await asyncio.to_thread(handle.usage)
 
     def stop(self, order: Stop) -> None:
@@ -226,11 +222,7 @@ class Agent:
 
 
 def address_in(network: str) -> str:
-    """This machine's address in a network (`10.0.0.0/24`); `network` may also be the address itself.
-
-    Raises:
-        UserError: this machine has no such address.
-    """
+    """This machine's address in a network (`10.0.0.0/24`, or the address itself). UserError if it has none."""
     wanted = ip_network(network, strict=False)
     family = socket.AF_INET if wanted.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -245,24 +237,21 @@ def address_in(network: str) -> str:
     return found
 
 
-def serve(agent: Agent, certificate: str, listener: socket.socket) -> uvicorn.Server:
+def serve(agent: Agent, listener: socket.socket) -> uvicorn.Server:
     """The agent's server, in a thread. It answers only clients with a certificate of the flow's authority."""
-    agent.identity.write(folder := agent.folder / "agent", certificate, agent.job.authority)
+    (folder := agent.folder / "agent").mkdir()
+    agent.identity.write(folder, agent.identity.certificate, agent.job.authority)
     only = {"ssl_ca_certs": str(folder / AUTHORITY), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     server = uvicorn_server(agent.app(), str(folder), **only)
     threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="agent", daemon=True).start()
     return server
 
 
-def run(job: NodeJob) -> int:
-    """Serve until the service has ended and the flow knows, or the flow is lost; returns an exit code."""
-    with tempfile.TemporaryDirectory(prefix=f"arealflow-node-{job.spec.name}-", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "agent").mkdir()
-        return _run_in(Path(folder), job)
+def run(folder: Path, job: NodeJob) -> int:
+    """Serve until the service has ended and the flow knows, or the flow is lost; returns an exit code.
 
-
-def _run_in(folder: Path, job: NodeJob) -> int:
-    """As `run`, with `folder`, which only this user can read, for keys and the service's log."""
+    `folder`: for keys and the service's log; only this user can read it.
+    """
     spec, address = job.spec, address_in(job.network)
     identity = Identity(f"{socket.gethostname()} {spec.name}", address)
     agent, listener = Agent(job, identity, address, folder), listen(address)
@@ -273,7 +262,7 @@ def _run_in(folder: Path, job: NodeJob) -> int:
         certificate=identity.certificate,
         software=software(),
     )
-    server = serve(agent, identity.certificate, listener)
+    server = serve(agent, listener)
     try:
         open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
     except Exists:
@@ -293,7 +282,10 @@ def _run_in(folder: Path, job: NodeJob) -> int:
 
 def main() -> None:
     with as_service():
-        code = run(NodeJob.model_validate_json(os.environ.pop(JOB)))
+        job = NodeJob.model_validate_json(os.environ.pop(JOB))
+        prefix = f"arealflow-node-{job.spec.name}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+            code = run(Path(folder), job)
     sys.exit(code)
 
 

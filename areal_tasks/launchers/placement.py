@@ -39,7 +39,6 @@ def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
 
 
 def worker_needs(recipe: Recipe) -> Resources:
-    """The needs of a rollout worker, without a GPU."""
     return _needs(recipe.launcher.resources.rollout, 0)
 
 
@@ -54,8 +53,6 @@ FEWER_GPUS: Final = {
     "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
     "inference": "lower inference.tensor_parallel, or set launcher.resources.inference.gpus",
 }
-CROWDED: Final = "no room even if nothing else ran"
-FEWER: Final = "lower inference.servers, rollout.workers, trainer.ranks or launcher.resources"
 
 State = Literal["fits", "waits", "refused"]
 
@@ -95,12 +92,13 @@ def _unplaced(
     crowded: bool,
 ) -> Proposal:
     """The proposal for a service for which no machine has room. `left`: what the services before it leave free."""
-    large = [machine for machine in machines if _fits(needs, machine.total)]
+    large = [machine for machine in machines if not _lacking(needs, machine.total)]
     if large:
         best = min(large, key=lambda machine: (bool(machine.state), len(_lacking(needs, left[machine.name]))))
         why = _shortage(needs, best, left[best.name])
         if crowded:
-            return Proposal(service, needs, "refused", why=f"{CROWDED}: {why}; {FEWER}")
+            remedy = "lower inference.servers, rollout.workers, trainer.ranks or launcher.resources"
+            return Proposal(service, needs, "refused", why=f"no room even if nothing else ran: {why}; {remedy}")
         return Proposal(service, needs, "waits", why=why)
     why = _too_large(needs, machines)
     if autoscales:
@@ -112,17 +110,12 @@ def _shortage(needs: Resources, machine: Machine, left: Resources) -> str:
     """`needs 8 GPUs on one node; n3 has 8, 5 of them in use (3 by this run)`."""
     if machine.state:
         return f"needs {_amounts(needs, KINDS)} on one node; {machine.name} has as much, but is {machine.state}"
-    lacking = _lacking(needs, left)
-    return f"needs {_amounts(needs, lacking)} on one node; {machine.name} has {_uses(machine, left, lacking)}"
-
-
-def _uses(machine: Machine, left: Resources, kinds: Iterable[str]) -> str:
-    parts = []
-    for kind in kinds:
+    lacking, parts = _lacking(needs, left), []
+    for kind in lacking:
         total, own = getattr(machine.total, kind), getattr(machine.free, kind) - getattr(left, kind)
         by = f" ({own} by this run)" if own else ""
         parts.append(f"{_amount(total, kind)}, {total - getattr(left, kind)} of them in use{by}")
-    return " and ".join(parts)
+    return f"needs {_amounts(needs, lacking)} on one node; {machine.name} has {' and '.join(parts)}"
 
 
 def _too_large(needs: Resources, machines: Sequence[Machine]) -> str:
@@ -138,8 +131,10 @@ def _too_large(needs: Resources, machines: Sequence[Machine]) -> str:
 def _remedy(service: str, needs: Resources, machines: Sequence[Machine]) -> str:
     part = service.partition("-")[0]
     lacking = _lacking(needs, _most(machines)) or [kind for kind in KINDS if getattr(needs, kind)]
-    fields = {kind: f"lower launcher.resources.{part}.{kind}" for kind in KINDS}
-    return "; ".join((fields | ({"gpus": FEWER_GPUS[part]} if part in FEWER_GPUS else {}))[kind] for kind in lacking)
+    remedies = {kind: f"lower launcher.resources.{part}.{kind}" for kind in KINDS}
+    if part in FEWER_GPUS:
+        remedies["gpus"] = FEWER_GPUS[part]
+    return "; ".join(remedies[kind] for kind in lacking)
 
 
 def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bool:
@@ -154,11 +149,7 @@ def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bo
 
 
 def _first(needs: Resources, free: Mapping[str, Resources]) -> str | None:
-    return next((name for name, left in free.items() if _fits(needs, left)), None)
-
-
-def _fits(needs: Resources, left: Resources) -> bool:
-    return not _lacking(needs, left)
+    return next((name for name, left in free.items() if not _lacking(needs, left)), None)
 
 
 def _lacking(needs: Resources, left: Resources) -> list[str]:

@@ -77,22 +77,17 @@ class RayTask:
 class RayDriver:
     """A connection to the driver process, which answers one order at a time. A thread asks for the tasks' states."""
 
-    def __init__(self, printed: Path) -> None:
-        """Start the process. Its messages and Ray's go to the file `printed`."""
+    def __init__(self, address: str, printed: Path) -> None:
+        """Start the process, and wait until it has joined the cluster. Its messages and Ray's go to the file `printed`.
+
+        UserError if flow and cluster have different versions; ClusterUnreachable if it cannot join for another reason.
+        """
         self.printed = printed
         self.process = process = start_driver(printed)
         assert process.stdin is not None and process.stdout is not None
         self.orders, self.answers = process.stdin, process.stdout
         self.tasks: dict[str, RayTask] = {}
         self._lock = threading.Lock()
-
-    def join(self, address: str) -> None:
-        """Wait until the process has joined the cluster.
-
-        Raises:
-            UserError: flow and cluster have different versions.
-            ClusterUnreachable: it could not join for another reason.
-        """
         try:
             cause = self._answer(CONNECT_SECONDS).strip()
         except ValueError:
@@ -183,9 +178,7 @@ class RayCluster:
     def _connected(self, log: Path) -> RayDriver:
         with self._lock:
             if self._driver is None or self._driver.process.poll() is not None:
-                address, driver = cluster_address(), RayDriver(log)
-                driver.join(address)
-                self._driver = driver
+                self._driver = RayDriver(cluster_address(), log)
             return self._driver
 
     def close(self) -> None:
@@ -194,11 +187,9 @@ class RayCluster:
 
 
 def cluster_address() -> str:
-    """The cluster's address, after a check that a process listens there.
+    """The cluster's address, after a check that a process listens there; ClusterUnreachable if none does.
 
-    Raises:
-        UserError: none is named, or Ray is not installed.
-        ClusterUnreachable: nothing listens.
+    UserError if no address is named, or Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise UserError("launcher.type: ray needs Ray, which is not installed: pip install 'arealflow[ray]'")

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -83,17 +83,6 @@ class Started:
     runs: bool = False
     leaves: bool = False  # it has been asked to end, since its node is being drained
 
-    def leave(self, draining: Collection[str]) -> None:
-        """Ask the command to end if its node is one of `draining`: those that Ray is about to lose."""
-        if not self.leaves and draining and node(self.group) in draining:
-            self.leaves = True
-            self.actor.terminate.remote()
-
-    def end(self) -> None:
-        """Have Ray kill the actor, and with it the command."""
-        ray.kill(self.actor)
-        remove_placement_group(self.group)
-
 
 class Driver:
     """Executes orders: its public methods, whose results are the answers."""
@@ -103,12 +92,7 @@ class Driver:
         self.known: dict[str, dict[str, float]] = {}  # resources of every node that has been part of the cluster
 
     def submit(
-        self,
-        name: str,
-        command: list[str],
-        environment: dict[str, str],
-        bundle: dict[str, float],
-        autoscaling: bool,
+        self, name: str, command: list[str], environment: dict[str, str], bundle: dict[str, float], autoscaling: bool
     ) -> str:
         """Have Ray find a node for a command. Returns why no node can ever run it; empty if one can."""
         self._note_nodes()
@@ -126,11 +110,15 @@ class Driver:
         self._note_nodes()
         draining = cluster_state.get_draining_nodes()
         for task in self.tasks.values():
-            task.leave(draining)
+            if not task.leaves and draining and node(task.group) in draining:
+                task.leaves = True
+                task.actor.terminate.remote()
         killed = {"code": -signal.SIGKILL}
         found = {name: killed if name in cancelled else state(task) for name, task in self.tasks.items()}
         for name in [name for name, now in found.items() if now.get("code") is not None]:
-            self.tasks.pop(name).end()
+            ended = self.tasks.pop(name)
+            ray.kill(ended.actor)  # and with it the command
+            remove_placement_group(ended.group)
         return found
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -198,7 +186,6 @@ def lacking(task: Started) -> str:
 
 
 def fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    """Whether a node has these resources when it is empty."""
     return all(node.get(key, 0) >= value for key, value in bundle.items())
 
 

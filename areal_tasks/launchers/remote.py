@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import sys
 import time
 from contextlib import suppress
@@ -99,7 +98,8 @@ class RemoteHandle:
         if differs := difference(software(), found.software):
             self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
             return os.EX_CONFIG
-        self._node, self._trust = found, self._launcher.agent_tls(found)
+        self._node = found
+        self._trust = mutual_tls(found.certificate, self._launcher.flow_identity, self._launcher.flow_certificate)
         address = found.url.removeprefix("https://").rpartition(":")[0].strip("[]")
         order = Start(token=self._job.token, certificate=self._launcher.identity.sign(found.certificate, address))
         log.info("service %s starts on %s", self._job.spec.name, found.host)
@@ -178,8 +178,8 @@ class RemoteLauncher:
         self.settings = settings
         self.store = store
         self.identity = Identity("arealflow", authority=True)
-        self._flow_identity = Identity("flow")
-        self._flow_certificate = self.identity.sign(self._flow_identity.certificate)
+        self.flow_identity = Identity("flow")
+        self.flow_certificate = self.identity.sign(self.flow_identity.certificate)
         self._cluster = cluster
         self.loop = LoopThread("leases")
         self.session = self.loop.run(self._session())
@@ -214,10 +214,6 @@ class RemoteLauncher:
         """The file for the output of the agent itself, which has its own name among the logs."""
         spec = job.spec
         return job.log.with_name(LogName(f"{spec.name}.node", spec.owner, spec.restart).file)
-
-    def agent_tls(self, node: NodeRecord) -> ssl.SSLContext:
-        """The TLS context for connections to an agent, in which both sides authenticate themselves."""
-        return mutual_tls(node.certificate, self._flow_identity, self._flow_certificate)
 
     def close(self) -> None:
         self.loop.run(self.session.close())

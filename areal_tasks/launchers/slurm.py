@@ -151,34 +151,35 @@ class Jobs:
         self.cancel(self._jobs)
 
     def _sbatch(self, task: Task, what: str) -> str:
+        stated = {name: getattr(self._settings, name) for name in ("partition", "account", "qos", "time", "constraint")}
         # without a stated memory the cluster's default holds: `--mem=0` is the whole node's
-        memory = [f"--mem={task.resources.memory_mb}M"] if task.resources.memory_mb else []
+        stated["mem"] = f"{task.resources.memory_mb}M" if task.resources.memory_mb else ""
         options = [
-            *_limits(self._settings),
-            *memory,
-            *_options(task, self._settings),
-        ]  # the user's, which are last, win
-        script = f"#!/bin/sh\n{_redirection(task)}{_script(task, self._settings)}"
+            "--no-requeue",  # a job that has lost its node: the flow submits another
+            *("--output=/dev/null", f"--signal=B:TERM@{FLUSH_SECONDS}"),
+            *(f"--{name}={value}" for name, value in stated.items() if value),
+            *_options(task, self._settings),  # the user's, which are last, win
+        ]
+        # to the flow's file if the node can write there, else to a file of the node
+        here, there, folder = (shlex.quote(str(p)) for p in (task.output, _node_output(task), task.output.parent))
+        redirection = f"if [ -w {folder} ]; then exec >>{here} 2>&1; else exec >>{there} 2>&1; fi"
+        script = f"#!/bin/sh\n{redirection}\n{_script(task, self._settings)}"
         try:
             return _run(["sbatch", what, *options], os.environ | dict(task.environment), script)
         except subprocess.CalledProcessError as error:
             raise _refused(task, error.stderr) from None
 
     def _watch_jobs(self) -> None:
+        """Query all jobs at once, until closed. Slurm forgets a job some minutes after its end."""
         while not self._closed.wait(POLL_SECONDS):
+            jobs = [job for job in self._jobs if job.exit_code() is None]
             try:
-                self._query()
+                found = _statuses([job.number for job in jobs]) if jobs else {}
+                for job in jobs:
+                    if job.exit_code() is None:  # it has not been cancelled meanwhile
+                        job.update(found.get(job.number, Status("FAILED", "ForgottenBySlurm")))
             except Exception as error:  # the next query may succeed; without queries no job would ever be seen to end
                 log.warning("the states of Slurm's jobs are not known: %s", _error_text(error))
-
-    def _query(self) -> None:
-        """Query all jobs at once. Slurm forgets a job some minutes after its end."""
-        jobs = [job for job in self._jobs if job.exit_code() is None]
-        if jobs:
-            found = _statuses([job.number for job in jobs])
-            for job in jobs:
-                if job.exit_code() is None:  # it has not been cancelled meanwhile
-                    job.update(found.get(job.number, Status("FAILED", "ForgottenBySlurm")))
 
 
 class Step:
@@ -195,7 +196,7 @@ class Step:
 
     def exit_code(self) -> int | None:
         code = self.process.poll()
-        return code if code is None or code >= 0 else 128 - code
+        return None if code is None else _code(code)
 
     def cancel(self) -> None:
         """`srun` passes SIGTERM on. After two SIGINT it has Slurm kill the step."""
@@ -249,8 +250,7 @@ class Steps:
     def close(self) -> None:
         """Terminate all steps at once, then wait for each."""
         for step in self._steps:
-            if step.exit_code() is None:
-                step.process.terminate()
+            step.process.terminate()  # does nothing to one that has ended
         for step in self._steps:
             step.cancel()
 
@@ -269,22 +269,9 @@ def _options(task: Task, settings: Slurm) -> list[str]:
     ]
 
 
-def _limits(settings: Slurm) -> list[str]:
-    """Options that only `sbatch` has. A job that has lost its node is not requeued: the flow submits another."""
-    named = {name: getattr(settings, name) for name in ("partition", "account", "qos", "time", "constraint")}
-    stated = [f"--{name}={value}" for name, value in named.items() if value]
-    return ["--no-requeue", "--output=/dev/null", f"--signal=B:TERM@{FLUSH_SECONDS}", *stated]
-
-
 def _script(task: Task, settings: Slurm) -> str:
     """The script that runs on the node."""
     return f"{settings.setup}\nexec {shlex.join(task.command)}\n"
-
-
-def _redirection(task: Task) -> str:
-    """Redirects output to the flow's file if the node can write there, else to a file of the node."""
-    here, there = (shlex.quote(str(path)) for path in (task.output, _node_output(task)))
-    return f"if [ -w {shlex.quote(str(task.output.parent))} ]; then exec >>{here} 2>&1; else exec >>{there} 2>&1; fi\n"
 
 
 def _node_output(task: Task) -> Path:
@@ -300,13 +287,15 @@ def _statuses(numbers: Iterable[str]) -> dict[str, Status]:
             return {}
         raise
     rows = [line.split("|") for line in listed.splitlines()]
-    return {number: Status(state, reason, _code(status), node) for number, state, reason, status, node, *_ in rows}
+    return {
+        number: Status(state, reason, _code(os.waitstatus_to_exitcode(int(status))), node)
+        for number, state, reason, status, node, *_ in rows
+    }
 
 
-def _code(status: str) -> int:
-    """The exit code of a process, or 128 + the number of its signal, from the status that `wait` returns."""
-    code = os.waitstatus_to_exitcode(int(status))
-    return code if code >= 0 else 128 - code
+def _code(status: int) -> int:
+    """The exit code of a process as a shell reports it: 128 + the number of the signal that ended it."""
+    return status if status >= 0 else 128 - status
 
 
 def _refused(task: Task, said: str, remedy: str = "") -> UserError:
@@ -326,12 +315,7 @@ def _require(*commands: str) -> None:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, given: str = "") -> str:
-    """The output of a command of Slurm.
-
-    Raises:
-        ClusterUnreachable: Slurm did not answer.
-        subprocess.CalledProcessError: it refuses.
-    """
+    """The output of a command of Slurm. ClusterUnreachable if Slurm is silent, CalledProcessError if it refuses."""
     try:
         done = subprocess.run(
             command, env=environment, input=given, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True

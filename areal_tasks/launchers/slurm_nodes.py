@@ -27,15 +27,13 @@ def partition_nodes(ask: Ask, partition: str) -> list[Machine]:
     rows = [line.split("|") for line in ask(["sinfo", "--noheader", "--Node", f"--Format={COLUMNS}"]).splitlines()]
     default = [row for row in rows if row[8].endswith("*")]
     chosen = [row for row in rows if row[1] in partition.split(",")] if partition else default or rows
-    return list({row[0]: _machine(row) for row in chosen}.values())
-
-
-def _machine(row: Sequence[str]) -> Machine:
-    name, _, cpus, memory, used_memory, gres, used_gres, state, *_ = row
-    _, idle, _, total = map(int, cpus.split("/"))
-    has = Resources(total, gpus(gres), int(memory))
-    free = has - Resources(total - idle, gpus(used_gres), int(used_memory))
-    return Machine(name, has, free, "" if state in ABLE else f"in state {state}")
+    found: dict[str, Machine] = {}
+    for name, _, cpus, memory, used_memory, gres, used_gres, state, *_ in chosen:
+        _, idle, _, total = map(int, cpus.split("/"))
+        has = Resources(total, gpus(gres), int(memory))
+        free = has - Resources(total - idle, gpus(used_gres), int(used_memory))
+        found[name] = Machine(name, has, free, "" if state in ABLE else f"in state {state}")
+    return list(found.values())
 
 
 def allocated_nodes(ask: Ask, job: str) -> list[Machine]:

@@ -18,8 +18,7 @@ from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, registered
 from areal_tasks.launchers.advice import advice
 from areal_tasks.launchers.choice import make_launcher
 from areal_tasks.launchers.cluster import ANY, PREEMPTED, Resources
-from areal_tasks.launchers.protocol import Handle, Job
-from areal_tasks.launchers.starts import Starting
+from areal_tasks.launchers.protocol import Handle, Job, Starting
 from areal_tasks.store.backend import Store, Unavailable
 from areal_tasks.store.parallel import in_background, parallel
 from areal_tasks.store.service_logs import KEPT_BYTES, LogName
@@ -79,7 +78,6 @@ class Service:
 
     @property
     def ready(self) -> Ready | None:
-        """The service, if it is ready now."""
         if self.handle.exit_code() is not None or self.stopped is not None or not self.url:
             return None
         return Ready(self.url, self.spec.restart, self.spec.weights)
@@ -115,7 +113,6 @@ class Supervisor:
 
     @property
     def access(self) -> Access:
-        """What clients of the services need."""
         return Access(self.token, self.launcher.authority)
 
     def start(
@@ -224,10 +221,7 @@ class Supervisor:
                     self._stop(service, why, grace_seconds)
 
     def end_hung(self, name: str, why: str) -> None:
-        """Kill a service that hangs: its caller sees the connection break, and has it restarted.
-
-        Does nothing if the service has ended already or is starting.
-        """
+        """Kill a service that hangs, unless it is starting: its caller sees the connection break, and restarts it."""
         service = self.services.get(name)
         if service is not None and service.url and service.handle.exit_code() is None:
             self.end([service.url], why, grace_seconds=0.0)
@@ -260,7 +254,11 @@ class Supervisor:
         if not service.url and service.needed and first.handle.exit_code() != PREEMPTED:
             raise self._failure(first, f"ended with {first.handle.exit_code()} while starting.")
         if self._given_up(service):
-            return self._last_failure(service)
+            failure = self._failure(first, f"failed {first.failures + 1} times; launcher.restarts allows no more.")
+            if not first.logged:  # once, since other services may continue without it
+                log.error("giving up: %s", failure)
+                first.logged = True
+            return failure
         self._start_again(service, weights)
         return self._failure(service) if service.handle.exit_code() == UNAVAILABLE else None
 
@@ -286,21 +284,17 @@ class Supervisor:
         All of a group restart at once, with the same number of the start, by which they find each other.
         """
         if service.restart_at is None:
-            self._pause(service)
+            code = service.handle.exit_code()
+            log.warning("service %s ended with %s; restarting it", service.spec.name, code)
+            self._end(service)
+            pause = LONGEST_PAUSE_SECONDS if code == UNAVAILABLE else 0.5 * 2**service.failures
+            service.restart_at = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
         members, now = self._members(service), time.monotonic()
         if all(one.restart_at is not None and one.restart_at <= now and _is_stopped(one) for one in members):
             failed = not self._excused(service)
             for one in members:
                 one.failures += failed
                 self._restart(one, weights)
-
-    def _pause(self, service: Service) -> None:
-        """Determine when to restart a service that has ended, and end what is left of it."""
-        code = service.handle.exit_code()
-        log.warning("service %s ended with %s; restarting it", service.spec.name, code)
-        self._end(service)
-        pause = LONGEST_PAUSE_SECONDS if code == UNAVAILABLE else 0.5 * 2**service.failures
-        service.restart_at = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
 
     def _restart(self, service: Service, weights: WeightsRef | None) -> None:
         spec = service.spec
@@ -338,15 +332,6 @@ class Supervisor:
             (one for one in members if one.handle.exit_code() is not None and not one.ended_with_group), service
         )
 
-    def _last_failure(self, service: Service) -> UserError:
-        """Why the service is given up; logged once, since other services may continue without it."""
-        first = self._first_ended(service)
-        failure = self._failure(first, f"failed {first.failures + 1} times; launcher.restarts allows no more.")
-        if not first.logged:
-            log.error("giving up: %s", failure)
-            first.logged = True
-        return failure
-
     def _failure(self, service: Service, what: str = "") -> UserError:
         """The error that ends the run: what happened, why the service was ended if it was, and the end of its log."""
         name = service.spec.name
@@ -372,8 +357,11 @@ class Supervisor:
 
     def _tail(self, service: Service) -> str:
         """The log's last lines, followed by advice if the log shows the kind of failure."""
-        path = service.job.log
-        lines = _tail_of(path).splitlines() if path.exists() else []
+        path, lines = service.job.log, list[str]()
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - KEPT_BYTES))  # `rotate` leaves so much on this machine
+                lines = file.read().decode(errors="replace").splitlines()
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
         remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)
@@ -382,10 +370,3 @@ class Supervisor:
 def _is_stopped(service: Service) -> bool:
     """Whether the service has been stopped completely. Raises what stopping it raised."""
     return service.stopped is not None and service.stopped.done() and service.stopped.result() is None
-
-
-def _tail_of(path: Path) -> str:
-    """The part of a log that `rotate` leaves on this machine."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - KEPT_BYTES))
-        return file.read().decode(errors="replace")

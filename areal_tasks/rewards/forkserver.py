@@ -41,10 +41,7 @@ WATCHDOG_GRACE_SECONDS: Final = 1.0
 
 
 def serve(channel: socket.socket, verifier: Callable[[Row], object], memory_mb: int) -> None:
-    """Answers chunks of rows until the other end closes, or waits to be killed after a last result.
-
-    Exceptions of a verifier become results.
-    """
+    """Answers chunks of rows until the other end closes, or waits to be killed after a last result."""
     limit_memory(memory_mb)
     sys.stdout = sys.stderr  # unbuffered: nothing is lost when the process is killed
     for line in channel.makefile("rb"):
@@ -157,14 +154,19 @@ def main() -> None:
     while server.serve():
         pass
     server.close()
-    _kill(watchdog)
+    os.kill(watchdog, signal.SIGKILL)
+    os.waitpid(watchdog, 0)
 
 
 class _Server:
     def __init__(self, control: socket.socket, verifier: Any, mistake: str, memory_mb: int) -> None:
         self.control, self.verifier, self.mistake, self.memory_mb = control, verifier, mistake, memory_mb
         self.workers: dict[int, socket.socket | None] = {}  # their ends of their channels; None: it has been killed
-        self.wakeup = _child_signals()
+        self.wakeup, writable = socket.socketpair()  # becomes readable when a child ends
+        self.wakeup.setblocking(False)
+        writable.setblocking(False)
+        signal.set_wakeup_fd(writable.detach(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> bool:
         """Wait for the parent or a worker's end, and react. False once the parent's end of the socket has closed."""
@@ -193,7 +195,7 @@ class _Server:
         try:
             message, descriptors, _, _ = socket.recv_fds(self.control, 64, 1)
         except ConnectionError:
-            return False
+            message = b""
         if not message:
             return False
         channel, parent = socket.socket(fileno=descriptors[0]), os.getpid()
@@ -238,16 +240,6 @@ class _Server:
                     channel.close()
 
 
-def _child_signals() -> socket.socket:
-    """A socket that becomes readable when a child ends."""
-    readable, writable = socket.socketpair()
-    readable.setblocking(False)
-    writable.setblocking(False)
-    signal.set_wakeup_fd(writable.detach(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return readable
-
-
 def _start_watchdog(control: socket.socket) -> int:
     """A process that kills this one soon after the parent has ended, even during an import. It dies with this one."""
     group = os.getpid()
@@ -267,11 +259,6 @@ def _tell(end: socket.socket, what: str | int) -> None:
     """Send a line. A line break precedes it, since a worker may have been killed while it wrote one."""
     with contextlib.suppress(ConnectionError, BlockingIOError):  # the other end has closed, or is full
         end.send(b"\n" + json.dumps(what).encode() + b"\n", socket.MSG_DONTWAIT)
-
-
-def _kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def _kill_tree(pid: int) -> None:

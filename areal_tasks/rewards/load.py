@@ -28,16 +28,13 @@ def verifier_version(name: str) -> int:
 def load_verifier(name: str, arguments: Mapping[str, Any]) -> Callable[[Row], object]:
     """The verifier `name` with its `arguments` bound; modules are also searched in the working directory.
 
-    UserError: no such module or object, not callable, or it does not take these arguments.
+    UserError as of `find_function`.
     """
     _search_working_directory()
     call = find_function(_target(name), _FIELD, ("prompt", "completion", "answer"), arguments, _OPTIONAL)
-
-    def judge(row: Row) -> object:
-        options = {key: getattr(row, key) for key in _OPTIONAL}
-        return call(row.prompt, row.completion, row.answer, **options)
-
-    return judge
+    return lambda row: call(
+        row.prompt, row.completion, row.answer, truncated=row.truncated, stop_reason=row.stop_reason
+    )
 
 
 def check_module(name: str) -> None:
@@ -57,6 +54,5 @@ def _target(name: str) -> str:
 
 
 def _search_working_directory() -> None:
-    """Add the working directory to the module search path."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())

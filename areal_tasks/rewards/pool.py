@@ -101,10 +101,8 @@ class VerifierPool:
     def submit(self, rows: Sequence[Row]) -> Call:
         """Begins to verify rows, after those of earlier calls. A lost forkserver is replaced, and its rows begin again.
 
-        Raises:
-            RuntimeError: the pool is closed. The call raises the same if that happens before its end, and
-            UserError: the verifier cannot be loaded;
-            ConnectionError: the forkserver is lost repeatedly, although no verifier is running.
+        RuntimeError if the pool is closed. The call raises the same if that happens before its end; UserError if the
+        verifier cannot be loaded; ConnectionError if the forkserver is lost repeatedly, although no verifier runs.
         """
         call = Call(rows)
         with self._changed:
@@ -197,18 +195,14 @@ class VerifierPool:
         """Adds the result of a row. The last one ends the call."""
         with self._changed:
             if result is not None:
-                call.results[row] = self._result(result)
+                found = self._reward(result), result.verdict, result.parsed, result.detail
+                call.results[row] = VerifyResult(*found, self.settings.verifier, result.seconds)
             if len(call.results) == len(call.rows) and not call.done() and call.set_running_or_notify_cancel():
                 call.set_result([call.results[i] for i in range(len(call.rows))])
 
     def _fail(self, call: Call, error: BaseException) -> None:
         if not call.done() and call.set_running_or_notify_cancel():
             call.set_exception(error)
-
-    def _result(self, result: Result) -> VerifyResult:
-        return VerifyResult(
-            self._reward(result), result.verdict, result.parsed, result.detail, self.settings.verifier, result.seconds
-        )
 
     def _reward(self, result: Result) -> float:
         if result.verdict == "unparseable":

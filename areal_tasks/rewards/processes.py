@@ -62,7 +62,6 @@ class Forkserver:
         return ours
 
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def lost(self) -> Exception:
@@ -94,9 +93,7 @@ class Forkserver:
 class Worker:
     """A verifier process that `server` forks. `close` it at the end, and after its last result.
 
-    Raises:
-        UserError: the verifier cannot be loaded.
-        ConnectionError: the forkserver is lost.
+    UserError if the verifier cannot be loaded; ConnectionError if the forkserver is lost.
     """
 
     def __init__(self, server: Forkserver) -> None:
@@ -121,10 +118,9 @@ class Worker:
         return False
 
     def verify(self, rows: Sequence[Row], cpu_limit: float, wall_limit: float) -> Iterator[Result]:
-        """The rows' results, in order; no more after the `last` one of the process. `close` it then.
+        """The rows' results, in order; no more after the `last` one of the process: `close` it then.
 
-        Raises:
-            ConnectionError: the forkserver is lost, and the process with it.
+        ConnectionError if the forkserver is lost, and the process with it.
         """
         self._channel.settimeout(_REPLY_SECONDS)
         try:

@@ -39,10 +39,7 @@ class Verdict:
 
 
 def as_verdict(answer: object) -> Verdict:
-    """What a verifier returned, as a `Verdict`: a bare number is a reward, `correct` above 0, else `incorrect`.
-
-    TypeError if it is neither.
-    """
+    """A verifier's answer as a `Verdict`: a number is a reward, `correct` above 0, else `incorrect`. Else TypeError."""
     if isinstance(answer, Verdict):
         return answer
     if not isinstance(answer, numbers.Real):
@@ -52,8 +49,7 @@ def as_verdict(answer: object) -> Verdict:
 
 
 class Result(NamedTuple):
-    """One line from a worker; `last` if the process ends after it. `cpu`: CPU seconds of the process so far, including
-    children that have ended."""
+    """One line from a worker; `last` if the process ends after it. `cpu`: its CPU seconds, ended children's too."""
 
     reward: float
     verdict: str

@@ -71,7 +71,6 @@ def read_automation(name: str) -> dict[str, Any]:
 
 
 def find(api_url: str, name: str) -> dict[str, Any] | None:
-    """The automation of that name on the server."""
     query = {"automations": {"name": {"any_": [name]}}}
     found: list[dict[str, Any]] = ask("POST", f"{api_url}/automations/filter", query).raise_for_status().json()
     return found[0] if found else None
@@ -85,21 +84,17 @@ def ask(
     timeout: float = TIMEOUT_SECONDS,
 ) -> httpx.Response:
     """The server's response; retried on 503, with which Prefect reports a busy database before it writes anything."""
-    headers = authorization()
+    headers = {}  # as Prefect's client sends them, for the credentials in this environment
+    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
+        headers["Authorization"] = f"Basic {b64encode(user_and_password.encode()).decode()}"
+    elif key := os.environ.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     for pause in (*BUSY_PAUSES, None):
         answer = httpx.request(method, url, json=body, params=params, headers=headers, timeout=timeout)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or pause is None:
             break
         time.sleep(pause)
     return answer
-
-
-def authorization() -> dict[str, str]:
-    """The header that Prefect's client sends with each request, for the credentials in this environment."""
-    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
-        return {"Authorization": f"Basic {b64encode(user_and_password.encode()).decode()}"}
-    key = os.environ.get("PREFECT_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _reason(answer: httpx.Response) -> str:
@@ -153,23 +148,15 @@ def filled(automation: dict[str, Any], block: str, stalled_minutes: float | None
 
 
 def save_block(api_url: str, address: str) -> str:
-    """Save `address` in the webhook block; returns the block's id. An empty address keeps the existing block.
-
-    UserError if there is neither, or the address is not an http(s) URL.
-    """
+    """Save `address` in the webhook block, or keep the existing one if it is empty; its id. UserError without any."""
     from prefect.blocks.webhook import Webhook
 
     if not address:
-        return existing_block(api_url)
+        answer = ask("GET", f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise UserError(f"where should alerts go? Put the webhook's address into {WEBHOOK_VARIABLE} and try again")
+        return str(answer.raise_for_status().json()["id"])
     if not address.startswith(("http://", "https://")):
         raise UserError(f"{WEBHOOK_VARIABLE} should be an http:// or https:// address")  # it is a secret: not shown
     webhook = Webhook(method="POST", url=address, headers={"content-type": "application/json"})
     return str(webhook.save(BLOCK, overwrite=True))
-
-
-def existing_block(api_url: str) -> str:
-    """Id of the webhook block on the server. UserError if there is none."""
-    answer = ask("GET", f"{api_url}/block_types/slug/webhook/block_documents/name/{BLOCK}")
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        raise UserError(f"where should alerts go? Put the webhook's address into {WEBHOOK_VARIABLE} and try again")
-    return str(answer.raise_for_status().json()["id"])

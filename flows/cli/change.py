@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,9 @@ from areal_tasks.store.runs import Run, load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
 from schemas.manifest import Change
-from schemas.recipe.live import changes_of, live_values
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
-from schemas.recipe.recorded import overrides_text, read_recorded, with_values
+from schemas.recipe.recorded import changes_of, live_values, overrides_text, read_recorded, with_values
 
 Fields = Annotated[list[str] | None, typer.Argument(help="section.field=value …; none: what may change, and changes.")]
 
@@ -58,11 +57,7 @@ def newest_recipe(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
 
 
 def request(run: Run, fields: Sequence[str]) -> Change:
-    """Request a change of the run's flow, after those that were requested before.
-
-    Raises:
-        UserError: see `changes_of`.
-    """
+    """Request a change of the run's flow, after those that were requested before. UserError as of `changes_of`."""
     asked = None
     while asked is None:  # else another change has just been asked for, with which this one may not agree
         waiting = list(requested_changes(run.store, run.name, last_change(run.segments)))
@@ -85,7 +80,16 @@ def show_live(run: Run, as_json: bool) -> None:
     asked = list(requested_changes(run.store, run.name))
     values = live_values(newest_recipe(run, asked[last_change(run.segments) :]))
     states = refusals(run) | {s.change.n: str(s.from_iteration) for s in run.segments if s.change}
-    changes = [change_row(one, states.get(one.n, "waits")) for one in asked]
+    changes = [
+        {
+            "n": one.n,
+            "who": f"{one.user}@{one.host}",
+            "when": one.time[:19],
+            "what": overrides_text(one.values),
+            "from iteration": states.get(one.n, "waits"),
+        }
+        for one in asked
+    ]
     if as_json:
         typer.echo(json.dumps({"run": run.name, "live": values, "changes": changes}, indent=1))
         return
@@ -98,14 +102,3 @@ def refusals(run: Run) -> dict[int, str]:
     """By number of the change, why the last start of the flow that looked at it has not put it into force."""
     lines = [line.details for line in read_log(run.store, run.name) if line.action == "refused"]
     return {int(details["change"]): f"refused: {details['why']}" for details in lines}
-
-
-def change_row(change: Change, state: str) -> dict[str, Any]:
-    """A change as a table row; `state`: the iteration from which it applies, or why it does not."""
-    return {
-        "n": change.n,
-        "who": f"{change.user}@{change.host}",
-        "when": change.time[:19],
-        "what": overrides_text(change.values),
-        "from iteration": state,
-    }

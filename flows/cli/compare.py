@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,27 +19,28 @@ def diff(a: RunName, b: RunName, store: StoreUrl = "", as_json: AsJson = False) 
     """Where two runs first differ (recipe, code, inputs, outputs), and how their curves compare."""
     found = diff_runs(open_store(store), a, b)
     if as_json:
-        typer.echo(json.dumps(as_values(found), default=str, indent=1))
+        first = asdict(found.first) | {"cause": found.first.cause} if found.first else None
+        values = asdict(found) | {"same": found.same, "first": first, "curves": list(found.curves.rows)}
+        typer.echo(json.dumps(values, default=str, indent=1))
         return
     for line in summary(found):
         typer.echo(line)
     if found.fields:
         typer.echo()
-        show_compared("recipe", [_field_row(found, change) for change in map(asdict, found.fields)])
+        rows = [
+            {
+                "field": change.field,
+                found.names[0]: change.a,
+                found.names[1]: change.b,
+                "from iteration": change.iteration,
+                "kind": "semantic" if change.semantic else "operational",
+            }
+            for change in found.fields
+        ]
+        show_compared("recipe", rows)
     if not found.same:
         typer.echo()
         show_compared(found.curves.title, found.curves.rows)
-
-
-def as_values(found: Difference) -> dict[str, Any]:
-    """A difference as values for JSON."""
-    values = asdict(found)
-    first = found.first
-    return values | {
-        "same": found.same,
-        "first": asdict(first) | {"cause": first.cause} if first else None,
-        "curves": list(found.curves.rows),
-    }
 
 
 def summary(found: Difference) -> list[str]:
@@ -64,23 +65,9 @@ def _verdict(found: Difference) -> list[str]:
         return [f"no difference in what was built{more}" if more or found.only != ((), ()) else "no difference"]
     return [
         f"first difference: iteration {first.iteration}, {first.stage}: {first.cause}",
-        f"  request: {first.request} · inputs: {first.inputs} · code: {_one(first.code)}",
+        f"  request: {first.request} · inputs: {first.inputs} · code: {' and '.join(dict.fromkeys(first.code))}",
         *(f"  {path}" for path in first.paths if path),
     ]
-
-
-def _one(pair: tuple[str, str]) -> str:
-    return pair[0] if pair[0] == pair[1] else " and ".join(pair)
-
-
-def _field_row(found: Difference, change: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "field": change["field"],
-        found.names[0]: change["a"],
-        found.names[1]: change["b"],
-        "from iteration": change["iteration"],
-        "kind": "semantic" if change["semantic"] else "operational",
-    }
 
 
 def report(

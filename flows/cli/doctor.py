@@ -17,7 +17,7 @@ from areal_tasks.store.objects.inventory import remove, remove_folders
 from arealflow.packages import namesakes
 from flows.cli.machine import DEFAULT_PORT, free_port
 from flows.cli.output import AsJson, StoreUrl, show
-from flows.cli.processes import asking, named_server, ui_url
+from flows.cli.processes import asking, named_server
 from flows.credentials import NEEDED, on_s3, read_prefect_keys, set_key_variables, set_keys
 from flows.home import home
 from schemas.errors import UserError
@@ -81,7 +81,7 @@ def server() -> dict[str, Any]:
                 client.hello().raise_for_status()
         except UserError as error:
             return _row("Prefect server", "BROKEN", str(error))
-        return _row("Prefect server", "ok", f"running at {ui_url(api_url)}")
+        return _row("Prefect server", "ok", f"running at {api_url.removesuffix('/api')}")
     port = free_port(DEFAULT_PORT)
     return _row("Prefect server", "not running", f"`arealflow up` would start it on port {port}")
 
@@ -93,10 +93,7 @@ def disk() -> dict[str, Any]:
 
 
 def s3_keys(store: str) -> dict[str, Any]:
-    """Where a flow run gets the keys of an S3 store from; never shows the keys themselves.
-
-    For an S3 store, sets the keys that Prefect keeps, as a flow run would, so that the store can be checked.
-    """
+    """Where a flow run gets the keys of an S3 store from. Sets those that it would get from Prefect."""
     if found := set_key_variables():
         missing = [name for name in NEEDED if name not in found]
         return _row("S3 keys", "incomplete" if missing else "ok", f"from this environment: {', '.join(found)}")

@@ -160,14 +160,10 @@ def _left_out(report: AuditReport, newest: CheckedSignature, lines: int) -> str:
 def log(run: RunName, store: StoreUrl = "", as_json: AsJson = False) -> None:
     """The log of a run, also of a removed one, oldest line first."""
     place = open_store(store)
-    lines = read_log(place, _known(place, run))
-    show([line.model_dump() if as_json else _log_row(line) for line in lines], as_json)
-
-
-def _known(store: Store, run: str) -> str:
-    """`run`, if a run of this name exists or was removed; else UserError with the names of the runs."""
     check_name(run)
-    return run if store.exists(paths.run_tombstone(run)) else load_run(store, run).name
+    if not place.exists(paths.run_tombstone(run)):
+        load_run(place, run)  # raises a UserError with the names of the runs, if there is none of this name
+    show([line.model_dump() if as_json else _log_row(line) for line in read_log(place, run)], as_json)
 
 
 def _log_row(line: LogRecord) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,11 +22,10 @@ from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show
 from flows.home import logs_folder
 from flows.pages import clock_text
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, Wait, WaitsRecord
+from schemas.manifest import IterationCommit, WaitsRecord
 from schemas.recipe.load import load_recipe, parse_recipe, run_and_changes
 
 if TYPE_CHECKING:
-    from areal_tasks.stages.build import Built
     from areal_tasks.stages.planner import Plan
     from areal_tasks.stages.stage import Stage
     from schemas.recipe.recipe import Recipe
@@ -70,12 +69,15 @@ def plan_run(run: Run, changes: Sequence[str], as_json: bool) -> None:
         loop = loop_of(run)(run, recipe, engines)
         head, complete = loop.head, loop.first >= loop.last
         graph, found = (loop.plan(loop.last - 1), {}) if complete else loop.standing()
-    rows = [stage_row(stage, graph) | run_columns(stage, head, found, complete) for stage in graph.stages]
+    committed = {ref.stage: ref.path for ref in head.stages} if head else {}
+    rows = []
+    for stage in graph.stages:
+        following = "-" if complete else f"reused: {found[stage.name].ref.path}" if stage.name in found else "built"
+        rows.append(stage_row(stage, graph) | {"last committed": committed.get(stage.name, "-"), "next": following})
     show(rows, as_json, f"{recipe.flow} · run {run.label}: {progress(head, loop.last)}")
 
 
 def next_recipe(run: Run, changes: Sequence[str]) -> Recipe:
-    """The recipe of a run's next iteration, with changes."""
     return parse_recipe(run.recipe_at(run.committed), run.name, changes)
 
 
@@ -85,15 +87,6 @@ def progress(head: IterationCommit | None, last: int) -> str:
         return "no iteration committed"
     following = f"next {head.iteration + 1} of {last}" if head.iteration + 1 < last else "nothing is left to build"
     return f"iterations 0–{head.iteration} committed, {following}"
-
-
-def run_columns(
-    stage: Stage, head: IterationCommit | None, found: Mapping[str, Built], complete: bool
-) -> dict[str, Any]:
-    """A stage in a run's last commit, and in the iteration that is not committed yet."""
-    refs = [r for r in head.stages if r.stage == stage.name] if head else []
-    following = "-" if complete else f"reused: {found[stage.name].ref.path}" if stage.name in found else "built"
-    return {"last committed": refs[-1].path if refs else "-", "next": following}
 
 
 def stage_row(stage: Stage, graph: Plan) -> dict[str, Any]:
@@ -120,8 +113,8 @@ def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
         typer.echo(f"there is no store at {place.url} yet: `arealflow run` creates one", err=True)
     found = list_runs(place)
     waits = parallel(lambda summary: _waits(place, summary), found)
-    row = run_object if as_json else run_row
-    show([row(summary, record) for summary, record in zip(found, waits, strict=True)], as_json, "runs")
+    rows = map(run_object if as_json else run_row, found, waits)
+    show(list(rows), as_json, "runs")
 
 
 def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
@@ -146,15 +139,11 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     row["created"] = row["created"] and clock_text(row["created"])
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
     parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
-    return row | kept | parent | {"waits for": waits_text(waits.waits if waits else ())}
-
-
-def waits_text(waits: Sequence[Wait]) -> str:
-    """`since 10:04:31 UTC (and 1 more) trainer: /train of version 3`, the longest wait; a long cell's end is cut."""
-    if not waits:
-        return ""
-    more = f" (and {len(waits) - 1} more)" if waits[1:] else ""
-    return f"since {clock_text(waits[0].since)}{more} {waits[0].at}: {waits[0].what}"
+    found, text = waits.waits if waits else (), ""
+    if found:  # the longest wait; its description comes last, since a long cell's end is cut
+        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+        text = f"since {clock_text(found[0].since)}{more} {found[0].at}: {found[0].what}"
+    return row | kept | parent | {"waits for": text}
 
 
 def sql(
@@ -203,11 +192,12 @@ def flat(table: pa.Table) -> pa.Table:
 
 def readable_runs(store: Store) -> list[str]:
     """All readable runs of a store; prints a warning for each other run. UserError if there is none."""
-    found = list_runs(store)
-    for summary in found:
+    readable = []
+    for summary in list_runs(store):
         if summary.problem:
             typer.echo(f"left out: run {summary.name}: {summary.problem}", err=True)
-    readable = [summary.name for summary in found if not summary.problem]
+        else:
+            readable.append(summary.name)
     if not readable:
         raise UserError(f"There is no run in {store.url} that can be queried.")
     return readable

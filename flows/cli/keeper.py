@@ -104,7 +104,6 @@ class Keeper:
 
 
 def server_command(api_url: str) -> list[str]:
-    """The command of the Prefect server at `api_url`."""
     return [*python("prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(urlsplit(api_url).port)]
 
 
@@ -161,22 +160,19 @@ class FlowRuns:
         crashes, before = crashes_in_a_row(states)
         if before == "CANCELLING":
             return "CANCELLED", "It crashed while it was being cancelled."
-        if len(crashes) >= CRASHES and not self._committed_since(run["id"], crashes[-CRASHES]):
-            why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not retried automatically."
-            return "FAILED", f"{why} Fix the cause that its log names, then retry the flow run."
+        if len(crashes) >= CRASHES:
+            committed = {"state": {"name": {"any_": ["Committed"]}}, "end_time": {"after_": crashes[-CRASHES]}}
+            query = {"flow_runs": {"id": {"any_": [run["id"]]}}, "task_runs": committed}
+            if not _answer("POST", f"{self.api_url}/task_runs/count", query):
+                why = f"Crashed {CRASHES} times in a row and committed nothing meanwhile; not retried automatically."
+                return "FAILED", f"{why} Fix the cause that its log names, then retry the flow run."
         return "SCHEDULED", "Crashed; run again by the keeper of `arealflow up`", "AwaitingRetry"
-
-    def _committed_since(self, flow_run: str, moment: str) -> bool:
-        committed = {"state": {"name": {"any_": ["Committed"]}}, "end_time": {"after_": moment}}
-        query = {"flow_runs": {"id": {"any_": [flow_run]}}, "task_runs": committed}
-        return bool(_answer("POST", f"{self.api_url}/task_runs/count", query))
 
 
 def stop_flow_runs(api_url: str, message: str, seconds: float) -> None:
     """Cancel all flow runs of the pool that have a process or soon will; wait until they end, at most `seconds`.
 
-    Raises:
-        httpx.HTTPError: the server does not answer.
+    httpx.HTTPError if the server does not answer.
     """
     for run in find_flow_runs(api_url, "RUNNING", "PENDING", "PAUSED", "SCHEDULED"):
         if not suspended(run) and (run["state_type"] != "SCHEDULED" or run["state_name"] == "AwaitingRetry"):
@@ -209,10 +205,7 @@ def _answer(method: str, url: str, body: dict[str, Any] | None = None, params: d
 
 
 def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> tuple[list[str], str]:
-    """ISO times, in order, of a flow run's crashes since it last ended in another way; the type of state before them.
-
-    That is the type of the last state that is no crash.
-    """
+    """ISO times, in order, of a flow run's crashes since it last ended in another way; the last other type of state."""
     times: list[str] = []
     before = ""
     for state in sorted(states, key=lambda state: str(state["timestamp"])):

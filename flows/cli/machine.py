@@ -18,7 +18,7 @@ from areal_tasks.engines.ports import probe_port
 from areal_tasks.processes import alive
 from flows.cli import automations, processes
 from flows.cli.keeper import server_command, since_file, stop_flow_runs
-from flows.cli.processes import end, flow_processes, parts, python, running, spawn, ui_url
+from flows.cli.processes import end, flow_processes, parts, python, running, spawn
 from flows.cli.projects import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.home import home, last_lines
 from schemas.errors import UserError
@@ -44,7 +44,7 @@ def up(
     warn_of_namesakes()
     api_url = start(port, recipes or [])
     print_commands(names, api_url)
-    typer.echo(f"Prefect UI: {ui_url(api_url)}")
+    typer.echo(f"Prefect UI: {api_url.removesuffix('/api')}")
 
 
 def down() -> None:
@@ -53,18 +53,19 @@ def down() -> None:
         if not parts("server", "worker", "keeper") and not flow_processes():
             typer.echo("nothing is running")
             return
-        if api_url := running():
-            _cancel_flow_runs(api_url)
+        if api_url := running():  # flow runs end as cancelled through the worker, not as crashed
+            seconds = CANCEL_SECONDS if parts("worker", "keeper") else 0.0  # 0: no process ends them
+            try:
+                stop_flow_runs(api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
+            except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
+                typer.echo(f"{processes.why(api_url, error)}. Its flow runs are not cancelled, but end with the worker")
         _end_all()
         since_file().unlink(missing_ok=True)  # the next `up` must not retry flow runs that crash from here on
         typer.echo("stopped")
 
 
 def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> str:
-    """Start server and keeper, which starts the worker, keeping those that run; deploy recipes. Returns the API URL.
-
-    UserError if the server does not start, or refuses.
-    """
+    """Start server and keeper, which starts the worker, keeping those that run; deploy recipes. Returns the API URL."""
     with _lock():
         api_url = running()
         if not api_url:
@@ -127,15 +128,6 @@ def free_port(first: int) -> int:
             typer.echo(f"port {first} is taken; using {port}")
         return port
     raise UserError(f"ports {first} to {first + 49} are all taken; name another with --port")
-
-
-def _cancel_flow_runs(api_url: str) -> None:
-    """Cancel the flow runs through the worker, so that they end as cancelled, not as crashed."""
-    seconds = CANCEL_SECONDS if parts("worker", "keeper") else 0.0  # 0: no process ends them
-    try:
-        stop_flow_runs(api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
-    except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
-        typer.echo(f"{processes.why(api_url, error)}. Its flow runs are not cancelled, but end with the worker")
 
 
 def _end_all() -> None:

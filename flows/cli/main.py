@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import UserDict
 from importlib import import_module
 from typing import Any, Final
 
@@ -42,30 +41,26 @@ COMMANDS: Final = {
 }
 
 
-class Commands(UserDict[str, Any]):
-    """The commands by name, each imported on access."""
-
-    def __getitem__(self, name: str) -> Any:
-        module, _, function = COMMANDS[name].partition(":")
-        alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-        alone.command(name)(getattr(import_module(f"flows.cli.{module}"), function))
-        return typer.main.get_command(alone)
+def load_command(name: str) -> Any:
+    """The command of that name, with its module."""
+    module, _, function = COMMANDS[name].partition(":")
+    alone = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    alone.command(name)(getattr(import_module(f"flows.cli.{module}"), function))
+    return typer.main.get_command(alone)
 
 
 class Group(TyperGroup):
     """A Typer group whose commands are imported on access."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = Commands(COMMANDS)
+        super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS)})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
 
 
 app = typer.Typer(
-    name="arealflow",
-    cls=Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+    name="arealflow", cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -37,9 +37,8 @@ def plan_placement(recipe: Recipe, as_json: bool) -> None:
         gpus = visible_gpus()
         show(local_rows(recipe, gpus), as_json, f"{title} · visible GPUs: {', '.join(gpus) or 'none'}")
         return
-    found = propose(
-        service_needs(recipe, bool(external_servers())), machines_of(recipe), recipe.launcher.ray.autoscaling
-    )
+    needs = service_needs(recipe, bool(external_servers()))
+    found = propose(needs, machines_of(recipe), recipe.launcher.ray.autoscaling)
     rows = [
         {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
         for one in found
@@ -91,16 +90,27 @@ def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
     waits = record.waits if (record := current_waits(run)) else ()
     why, gpus = {wait.at: wait.says for wait in waits}, placed_gpus(run, owner)
     asked = dict.fromkeys(service_needs(recipe, bool(external_servers())), 0)
-    starts = sorted((asked | newest_starts(run, owner)).items())
-    return parallel(lambda start: running_row(run, owner, start, gpus, why), starts)
+
+    def row(start: tuple[str, int]) -> dict[str, Any]:
+        name, restart = start
+        service = find_record(run.store, paths.service(run.name, owner, name, restart), ServiceRecord)
+        node = find_record(run.store, paths.node(run.name, owner, name, restart), NodeRecord)
+        where = service or node
+        return {
+            "service": name,
+            "state": "runs" if service else "starts" if node else "waits",
+            "node": where.host if where else "",
+            "gpus": gpus.get(name, ""),
+            "restarts": restart,
+            "why": "" if service else why.get(name, ""),
+        }
+
+    return parallel(row, sorted((asked | newest_starts(run, owner)).items()))
 
 
 def newest_starts(run: Run, owner: int) -> dict[str, int]:
     """The number of the newest recorded start of each service."""
-    folders = {
-        paths.node(run.name, owner, "", 0).rpartition("/")[0],
-        paths.service(run.name, owner, "", 0).rpartition("/")[0],
-    }
+    folders = {path(run.name, owner, "", 0).rpartition("/")[0] for path in (paths.node, paths.service)}
     found = [match for folder in folders for name in run.store.children(folder) if (match := _RECORD.fullmatch(name))]
     return {match[1]: int(match[2]) for match in sorted(found, key=lambda match: int(match[2]))}
 
@@ -109,21 +119,3 @@ def placed_gpus(run: Run, owner: int) -> dict[str, str]:
     """The GPUs of services on one machine, which the run's log names; a cluster system gives services theirs."""
     lines = [line for line in read_log(run.store, run.name) if line.action == "placed"]
     return {name: str(gpus) for line in lines if line.details["owner"] == owner for name, gpus in line.details.items()}
-
-
-def running_row(
-    run: Run, owner: int, start: tuple[str, int], gpus: Mapping[str, str], why: Mapping[str, str]
-) -> dict[str, Any]:
-    """A service as a row. `start`: its name and number of restarts; `why`: by service, what it waits for."""
-    name, restart = start
-    service = find_record(run.store, paths.service(run.name, owner, name, restart), ServiceRecord)
-    node = find_record(run.store, paths.node(run.name, owner, name, restart), NodeRecord)
-    where = service or node
-    return {
-        "service": name,
-        "state": "runs" if service else "starts" if node else "waits",
-        "node": where.host if where else "",
-        "gpus": gpus.get(name, ""),
-        "restarts": restart,
-        "why": "" if service else why.get(name, ""),
-    }

@@ -111,10 +111,6 @@ def why(api_url: str, error: Exception) -> str:
     return f"Prefect's client cannot use the server at {api_url}: {error or type(error).__name__}"
 
 
-def ui_url(api_url: str) -> str:
-    return api_url.removesuffix("/api")
-
-
 def spawn(name: str, command: Sequence[str], api_url: str) -> psutil.Process:
     """Start a part of `up` that outlives this process; its output goes to a log of that name."""
     log = home() / "logs" / f"{name}.log"

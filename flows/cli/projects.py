@@ -95,11 +95,7 @@ def api_url_of_prefect() -> str:
 
 
 def deployment_names(recipes: Sequence[str]) -> list[str]:
-    """`FLOW/FILE` for each recipe: its flow, and the name of its file without the suffix.
-
-    Raises:
-        UserError: a recipe is invalid, or two would have the same name.
-    """
+    """`FLOW/FILE` for each recipe. UserError if one is invalid, or two would have the same name."""
     names = [f"{load_recipe(recipe).flow}/{Path(recipe).stem}" for recipe in recipes]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
@@ -149,19 +145,18 @@ def prefect(arguments: Sequence[str], api_url: str, folder: Path | None = None) 
 
 def project(recipes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     """The content of a prefect.yaml for these recipes."""
-    return {"name": "arealflow", "deployments": [_deployment(*both) for both in zip(recipes, names, strict=True)]}
-
-
-def _deployment(recipe: str, name: str) -> dict[str, Any]:
-    flow, _, short = name.partition("/")
-    current = Path.cwd()
-    file = Path(os.path.abspath(recipe)) if is_file(recipe) else None
-    modules = file.parent if file else current
-    return {
-        "name": short,
-        "entrypoint": f"flows.{flow}.{flow}",
-        "work_pool": {"name": POOL},
-        "build": [{"flows.deploy.read_recipe": {"id": "recipe", "name": str(file or recipe)}}],
-        "parameters": {"recipe": "{{ recipe.values }}"},
-        "pull": [{"flows.deploy.enter": {"directory": str(current), "modules": str(modules)}}],
-    }
+    current, deployments = Path.cwd(), []
+    for recipe, (flow, _, short) in zip(recipes, (name.partition("/") for name in names), strict=True):
+        file = Path(os.path.abspath(recipe)) if is_file(recipe) else None
+        modules = file.parent if file else current
+        deployments.append(
+            {
+                "name": short,
+                "entrypoint": f"flows.{flow}.{flow}",
+                "work_pool": {"name": POOL},
+                "build": [{"flows.deploy.read_recipe": {"id": "recipe", "name": str(file or recipe)}}],
+                "parameters": {"recipe": "{{ recipe.values }}"},
+                "pull": [{"flows.deploy.enter": {"directory": str(current), "modules": str(modules)}}],
+            }
+        )
+    return {"name": "arealflow", "deployments": deployments}

@@ -52,7 +52,10 @@ def weights(
     if what == "list":
         show([_version_row(version, as_json) for version in list_weights(loaded)], as_json, f"weights of {run}")
     elif what == "export":
-        _export(loaded, given[0], Path(given[1]))
+        ref, into = find_weights(loaded, given[0]), Path(given[1])
+        size = export_weights(place, ref, into)
+        append_log(place, run, "exported", {"version": ref.version, "weights_attempt": ref.attempt, "bytes": size})
+        typer.echo(f"version {ref.version} of {run}: {size:,} bytes in {into}")
     elif what == "compare":
         show(_compared(loaded, *given), as_json, f"{run}: version {given[0]} and version {given[1]}")
     elif what == "tag":
@@ -77,22 +80,13 @@ def _version_row(version: WeightsVersion, as_json: bool) -> dict[str, object]:
     }
 
 
-def _export(run: Run, name: str, into: Path) -> None:
-    ref = find_weights(run, name)
-    size = export_weights(run.store, ref, into)
-    append_log(run.store, run.name, "exported", {"version": ref.version, "weights_attempt": ref.attempt, "bytes": size})
-    typer.echo(f"version {ref.version} of {run.name}: {size:,} bytes in {into}")
-
-
 def _compared(run: Run, left: str, right: str) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="arealflow-weights-") as scratch:
-        folders = [_local(run.store, run, name, Path(scratch) / str(i)) for i, name in enumerate((left, right))]
+        folders = [Path(scratch) / "left", Path(scratch) / "right"]
+        for name, folder in zip((left, right), folders, strict=True):
+            folder.mkdir()
+            materialise(run.store, read_weights(run.store, find_weights(run, name)).files, folder)
         return [asdict(difference) for difference in compare_folders(*folders)]
-
-
-def _local(store: Store, run: Run, name: str, into: Path) -> Path:
-    into.mkdir()
-    return materialise(store, read_weights(store, find_weights(run, name)).files, into)
 
 
 def gc(
@@ -133,19 +127,17 @@ def gc(
 
 
 def _plan_items(store: Store, rule: RetentionRule, run: str) -> list[Removal]:
-    partial = [
-        plan_run_removal(store, name, rule.older_than) for name in interrupted_removals(store) if run in ("", name)
-    ]
-    if run in {item.run for item in partial}:
+    names = [name for name in interrupted_removals(store) if run in ("", name)]
+    partial = [plan_run_removal(store, name, rule.older_than) for name in names]
+    if run in names:
         return partial
     return [*partial, *plan_removals(store, rule, *([run] if run else []))]
 
 
 def _remove_items(store: Store, items: Sequence[Removal], rule: RetentionRule) -> list[Removal]:
-    for item in items:
-        if item.kind == "run":
-            remove_run(store, item, rule.older_than)
     runs = [item for item in items if item.kind == "run"]
+    for item in runs:
+        remove_run(store, item, rule.older_than)
     return [*runs, *remove_planned(store, [item for item in items if item.kind != "run"], rule)]
 
 

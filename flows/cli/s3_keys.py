@@ -12,9 +12,7 @@ from flows.credentials import BLOCK, NEEDED, keys_in_environment
 from schemas.errors import UserError
 
 
-def s3_keys(
-    remove: Annotated[bool, typer.Option("--remove", help="Delete the keys from the server.")] = False,
-) -> None:
+def s3_keys(remove: Annotated[bool, typer.Option("--remove", help="Delete the keys from the server.")] = False) -> None:
     """Store the S3 keys of this shell's environment in a Secret block of the Prefect server.
 
     A flow run whose environment has no keys uses them. Stores AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and,

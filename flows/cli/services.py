@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -46,11 +46,13 @@ def logs(
         if not found:
             typer.echo("(services that are threads log in the flow's log)", err=True)
         return
-    mine = _logs_of(found, service)
-    if not mine and not follow:
-        raise UserError(_none_of(found, service, name))
-    if not mine:
-        typer.echo(f"{_none_of(found, service, name)}; waiting for one", err=True)
+    if not (mine := _logs_of(found, service)):
+        names = ", ".join(dict.fromkeys(log.name.service for log in found))
+        others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
+        missing = f"run {name!r} has no log of a service {service!r} yet: {others}"
+        if not follow:
+            raise UserError(missing)
+        typer.echo(f"{missing}; waiting for one", err=True)
     while not mine:
         time.sleep(POLL_SECONDS)
         mine = _logs_of(service_logs(place, name, folder), service)
@@ -81,13 +83,6 @@ def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> Non
 
 def _logs_of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
     return [log for log in found if log.name.service == service]
-
-
-def _none_of(found: Sequence[ServiceLog], service: str, run: str) -> str:
-    """That a service has no log, with the names of the services that have one."""
-    names = ", ".join(dict.fromkeys(log.name.service for log in found))
-    others = f"there are logs of {names}" if names else "no service of it has one (threads log in the flow's log)"
-    return f"run {run!r} has no log of a service {service!r} yet: {others}"
 
 
 def _write_log(log: ServiceLog, at: int) -> None:
@@ -181,24 +176,20 @@ def _print_sample(watcher: Watcher, ended: str, as_json: bool) -> None:
 
 def _live(watcher: Watcher) -> None:
     """Show the newest sample until the flow's end."""
+    since = time.monotonic()
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
-        for note in _notes(watcher):
+        while True:
+            if not (ended := watcher.ended()):
+                watcher.ask()
+            if watcher.refresh():
+                since = time.monotonic()
+            silent = time.monotonic() - since
+            note = ended or (f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else "")
             title = title_of(watcher.run.name, watcher.rows[0] if watcher.rows else {}, note)
             live.update(Group(title, table_of([row_of(row) for row in watcher.rows])), refresh=True)
-
-
-def _notes(watcher: Watcher) -> Iterator[str]:
-    """What is to be noted above the table, again and again, until the flow has ended."""
-    since = time.monotonic()
-    while not (ended := watcher.ended()):
-        watcher.ask()
-        if watcher.refresh():
-            since = time.monotonic()
-        silent = time.monotonic() - since
-        yield f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else ""
-        time.sleep(POLL_SECONDS)
-    watcher.refresh()
-    yield ended
+            if ended:
+                return
+            time.sleep(POLL_SECONDS)
 
 
 def title_of(run: str, row: Mapping[str, Any], note: str) -> str:

@@ -23,7 +23,7 @@ from areal_tasks.store.backend import open_store, store_url
 from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart, check_first_start, check_forkable, parent_values
 from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
-from areal_tasks.store.runs import Run, load_run
+from areal_tasks.store.runs import load_run
 from flows.cli import processes
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compared
 from flows.cli.projects import is_file
@@ -134,11 +134,7 @@ def store_override(store: str, changes: Sequence[str]) -> list[str]:
 
 
 def load_with_threads(recipe: str, changes: Sequence[str]) -> Recipe:
-    """The recipe, with its services as threads unless a change sets the launcher.
-
-    Raises:
-        UserError: the recipe is invalid, or its services need processes.
-    """
+    """The recipe, with its services as threads unless a change sets the launcher. UserError if they need processes."""
     loaded = load_recipe(recipe, changes)
     if any(change.startswith(("launcher.type=", "launcher=")) for change in changes):
         return loaded
@@ -185,10 +181,9 @@ def fork(
 def origin_values(origin: Origin) -> dict[str, Any]:
     """A child's origin as values for JSON: `iteration` is its first own one."""
     values = {"kind": origin.kind, "parent": origin.parent, "iteration": origin.iteration}
-    if origin.kind == "fork":
-        return values
-    replayed = {"from": origin.replay_from, "until": origin.replay_until, "counterfactual": origin.counterfactual}
-    return values | replayed
+    if origin.kind == "replay":
+        values |= {"from": origin.replay_from, "until": origin.replay_until, "counterfactual": origin.counterfactual}
+    return values
 
 
 def child_name(stem: str, settings: list[str]) -> str:
@@ -217,15 +212,11 @@ def replay(
     name, changes = run_and_changes(overrides)
     loaded = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
-    settings = [
-        *changes,
-        *([until] if until else []),
-        *([f"at {at}"] if at else []),
-        *(["on policy"] if on_policy else []),
-    ]
-    name = name or child_name(f"{run}-{start}", settings)
-    check_replay(loaded, origin, name, changes)
+    settings = [until, f"at {at}" if at else "", "on policy" if on_policy else ""]
+    name = name or child_name(f"{run}-{start}", [*changes, *filter(None, settings)])
+    from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
 
+    check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)
     typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = call_flow(
         "replay",
@@ -239,13 +230,6 @@ def replay(
         store=loaded.store.url,
     )
     print_comparison(result | origin_values(origin), as_json)
-
-
-def check_replay(loaded: Run, origin: Origin, name: str, changes: Sequence[str]) -> None:
-    """UserError unless the flow can start this replay."""
-    from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
-
-    check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)
 
 
 def print_comparison(result: dict[str, Any], as_json: bool) -> None:

@@ -92,21 +92,22 @@ def check_network(r: BaseRecipe) -> Iterator[str]:
 
 
 def check_ranks(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
-    """Ranks can be split over machines and copies of the weights."""
+    """Ranks can be split over machines and copies of the weights, and each has a GPU."""
     trainer = r.trainer
     if trainer.ranks % trainer.nodes:
         yield f"trainer.nodes: {trainer.ranks} ranks cannot be split evenly over {trainer.nodes} machines"
     elif trainer.nodes > 1 and not r.launcher.network:
         yield f"trainer.nodes: {trainer.nodes} machines need a launcher.type of several, such as slurm or ray"
-    if trainer.replicas == 1 or trainer.backend != "fsdp2":
-        return
-    if trainer.ranks % trainer.replicas:
+    split = trainer.replicas > 1 and trainer.backend == "fsdp2"
+    if split and trainer.ranks % trainer.replicas:
         yield f"trainer.replicas: {trainer.ranks} ranks cannot be split evenly over {trainer.replicas} copies"
-    elif trainer.replicas % trainer.nodes:
+    elif split and trainer.replicas % trainer.nodes:
         yield (
             f"trainer.replicas: {trainer.replicas} copies would be split across {trainer.nodes} machines; make it a "
             "multiple of trainer.nodes, so that each copy is inside one machine"
         )
+    if (gpus := len(set(trainer.gpus))) and gpus != trainer.ranks:
+        yield f"trainer.gpus: names {gpus} GPUs for {trainer.ranks} ranks; name one for each rank, or leave it out"
 
 
 def check_training(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
@@ -202,7 +203,7 @@ def _divisors_near(number: int, wanted: int) -> str:
 
 
 def check_rollout(r: RlhfRecipe) -> Iterator[str]:
-    """Servers can generate all the time with η > 0, and filters leave some groups."""
+    """Servers can generate all the time with η > 0, filters leave some groups, and memory is released to a trainer."""
     yield from check_sampling("rollout", r)
     filters = r.rollout.filters
     if r.rollout.max_head_offpolicyness > 0 and r.inference.release_memory:
@@ -216,6 +217,12 @@ def check_rollout(r: RlhfRecipe) -> Iterator[str]:
         yield (
             f"rollout.filters.min_success: {filters.min_success:g} is above max_success {filters.max_success:g}, so "
             "that every group is rejected"
+        )
+    servers, trainer = set(r.inference.gpus), set(r.trainer.gpus)
+    if r.inference.release_memory and servers and trainer and not servers & trainer:
+        yield (
+            "inference.release_memory: has no effect, since inference.gpus and trainer.gpus have none in common; "
+            "leave it out, or name the trainer's GPUs in inference.gpus"
         )
 
 
@@ -289,29 +296,13 @@ def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
         yield "launcher.type: inline runs services in threads, and SGLang needs processes; use local"
 
 
-def check_trainer_gpus(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
-    """Each rank has a GPU."""
-    if (gpus := len(set(r.trainer.gpus))) and gpus != r.trainer.ranks:
-        yield f"trainer.gpus: names {gpus} GPUs for {r.trainer.ranks} ranks; name one for each rank, or leave it out"
-
-
-def check_shared_memory(r: RlhfRecipe) -> Iterator[str]:
-    """Servers that release their memory share a GPU with the trainer."""
-    servers, trainer = set(r.inference.gpus), set(r.trainer.gpus)
-    if r.inference.release_memory and servers and trainer and not servers & trainer:
-        yield (
-            "inference.release_memory: has no effect, since inference.gpus and trainer.gpus have none in common; "
-            "leave it out, or name the trainer's GPUs in inference.gpus"
-        )
-
-
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 BASE_CHECKS: Final = (check_model, check_data, check_network)
-TRAINING_CHECKS: Final = (check_training, check_ranks, check_trainer_gpus)
+TRAINING_CHECKS: Final = (check_training, check_ranks)
 EVALUATION_CHECKS: Final = (check_evaluation, check_flags, check_servers)
-GRPO_CHECKS: Final = (check_weights_every, check_grpo, check_held_out, check_rollout, check_shared_memory)
+GRPO_CHECKS: Final = (check_weights_every, check_grpo, check_held_out, check_rollout)
 
 #: Keys that other systems have and a recipe refuses, with the reason.
 REFUSED_KEYS: Final = {

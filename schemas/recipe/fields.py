@@ -110,7 +110,6 @@ def with_current_names(values: Mapping[str, Any], model: type[Section]) -> dict[
 
 
 def is_default(info: FieldInfo, value: Any) -> bool:
-    """Whether `value` is the field's default."""
     return bool(value == info.get_default(call_default_factory=True))
 
 

@@ -42,5 +42,4 @@ class Filters(Section):
 
     @property
     def active(self) -> bool:
-        """Whether any filter is on."""
         return bool(self.equal_rewards or self.min_success > 0 or self.max_success < 1 or self.function)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from schemas.errors import UserError
 from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
@@ -44,20 +45,15 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     if not isinstance(values, dict):
         raise UserError(f"recipe '{name_or_path}' should be a mapping of sections, not {type(values).__name__}")
     recipe = parse_recipe(values, str(name_or_path), overrides)
-    return (
-        recipe
-        if str(name_or_path) in list_recipes()
-        else with_absolute_data(recipe, Path(name_or_path).resolve().parent)
-    )
+    if str(name_or_path) in list_recipes():
+        return recipe
+    return with_absolute_data(recipe, Path(name_or_path).resolve().parent)
 
 
 def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe, with its data path made absolute if it is relative and its files exist only in `folder`.
 
-    A path in the current folder stays relative, as runs have recorded it.
-
-    Raises:
-        UserError: both folders have different files of these names.
+    A path in the current folder stays relative, as runs have recorded it. UserError if both have different files.
     """
     data = recipe.data
     if source_kind(data.source) != "file" or "://" in data.source or Path(data.source).is_absolute():
@@ -77,11 +73,7 @@ def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe of nested values, with overrides as in `apply_overrides`.
-
-    Raises:
-        UserError: it names the overrides, and every problem with its dotted field and the remedy.
-    """
+    """The validated recipe of nested values, with overrides as in `apply_overrides`. UserError names every problem."""
     values = apply_overrides(values, overrides)
     flow = str(values.get("flow", ""))
     if flow not in RECIPES:
@@ -92,15 +84,15 @@ def parse_recipe(values: Mapping[str, Any], origin: str = "", overrides: Sequenc
         return model.model_validate(values)
     except ValidationError as error:
         changed = f" with {' '.join(overrides)}" if overrides else ""
-        title = f"recipe '{origin or values.get('name', '')}'{changed} cannot be used:"
-        raise UserError("\n".join([title, *(f"  - {line}" for line in explain(error, model))])) from None
+        lines = [f"recipe '{origin or values.get('name', '')}'{changed} cannot be used:"]
+        for problem in error.errors(include_url=False):
+            messages = problem["ctx"]["problems"] if problem["type"] == PROBLEMS else [_line(problem, model)]
+            lines += [f"  - {line}" for line in messages]
+        raise UserError("\n".join(lines)) from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `values` with each `dotted.key=value` set; the value is read as YAML, or is "" if it is blank.
-
-    It also replaces the value that a renamed field has under its other name.
-    """
+    """A copy of `values` with each `dotted.key=value` set, read as YAML, or "" if blank; also under a former name."""
     result, model = copy.deepcopy(dict(values)), RECIPES.get(str(values.get("flow")), BaseRecipe)
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -118,11 +110,7 @@ def sft_run_name(name: str) -> str:
 
 
 def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
-    """The recipe of the SFT run that comes first, in the same store, and `recipe` with its last weights.
-
-    Raises:
-        UserError: the recipe does not exist, or is not for the flow sft.
-    """
+    """The recipe of the SFT run that comes first, in the same store, and `recipe` with its last weights."""
     first = load_recipe(recipe.model.warm_start)
     if not isinstance(first, SftRecipe):
         raise UserError(f"model.warm_start: {recipe.model.warm_start!r} is a recipe for {first.flow}; name one for sft")
@@ -134,10 +122,7 @@ def warm_start(recipe: RlhfRecipe, name: str) -> tuple[SftRecipe, RlhfRecipe]:
 def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
     """Split a command line's `key=value` words into the name in `run=NAME` ("" without one) and recipe overrides.
 
-    The last value of a key counts.
-
-    Raises:
-        UserError: a word has no `=`.
+    The last value of a key counts. UserError if a word has no `=`.
     """
     for word in words or []:
         if "=" not in word:
@@ -145,17 +130,6 @@ def run_and_changes(words: Sequence[str] | None) -> tuple[str, list[str]]:
     settings = dict(word.partition("=")[::2] for word in words or [])
     name = settings.pop("run", "")
     return name, [f"{key}={value}" for key, value in settings.items()]
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line per problem: the dotted field, what is wrong with it, and what would be right."""
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        if problem["type"] == PROBLEMS:
-            lines.extend(problem["ctx"]["problems"])
-        else:
-            lines.append(_line(problem["loc"], problem["type"], problem["msg"], problem["input"], model))
-    return lines
 
 
 def _read(name: str) -> str:
@@ -185,7 +159,9 @@ def set_value(
     values[keys[-1]] = value
 
 
-def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: type[BaseModel]) -> str:
+def _line(problem: ErrorDetails, model: type[BaseModel]) -> str:
+    """A problem in one line: the dotted field, what is wrong with it, and what would be right."""
+    loc, kind = problem["loc"], problem["type"]
     dotted = ".".join(map(str, loc)) or "recipe"
     if dotted in REFUSED_KEYS:
         return f"{dotted}: {REFUSED_KEYS[dotted]}"
@@ -194,8 +170,9 @@ def _line(loc: Sequence[str | int], kind: str, message: str, value: Any, model: 
         return f"{dotted}: unknown key{suggestion(str(loc[-1]), known)}; known here: {', '.join(known)}"
     if kind == "missing":
         return f"{dotted}: is required"
-    text = message.removeprefix("Value error, ").removeprefix("Input ")
-    return f"{dotted}: {text}" if kind == "value_error" else f"{dotted}: {text}, not {_short(value)}"
+    text, value = problem["msg"].removeprefix("Value error, ").removeprefix("Input "), repr(problem["input"])
+    short = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{dotted}: {text}" if kind == "value_error" else f"{dotted}: {text}, not {short}"
 
 
 def _section_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel]:
@@ -203,11 +180,6 @@ def _section_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseMo
         info = model.model_fields.get(str(key))
         model = (nested_section(info) if info else None) or model
     return model
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

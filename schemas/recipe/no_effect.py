@@ -17,16 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """If `has_effect` is false, `field` has no effect and must keep its default. `when` says when that is so."""
+    """If `has_effect` is false, fields have no effect and must keep their defaults. `when` says when that is so.
 
-    field: str
+    `names`: of the fields of one section, such as `inference.slots threads`.
+    """
+
+    names: str
     has_effect: Callable[[Any], bool]
     when: str
 
+    @property
+    def fields(self) -> list[str]:
+        section, _, names = self.names.rpartition(".")
+        return [f"{section}.{name}" for name in names.split()]
+
 
 def _embedded(recipe: Any) -> bool:
-    engine: str = recipe.inference.engine
-    return engine == "embedded"
+    return bool(recipe.inference.engine == "embedded")
 
 
 def evaluates(recipe: Any) -> bool:
@@ -45,44 +52,40 @@ def has_splits(recipe: Any) -> bool:
     return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
 
 
-SGLANG_ALONE: Final = (
-    "tensor_parallel", "gpus", "memory_fraction", "first_port", "release_memory", "transport", "prove_weights", "flags",
-)  # fmt: skip
-TIS: Final = ("tis_bound", "tis_cap", "tis_low", "tis_high", "tis_level")
+SGLANG_ALONE: Final = "tensor_parallel gpus memory_fraction first_port release_memory transport prove_weights flags"
+TIS: Final = "tis_bound tis_cap tis_low tis_high tis_level"
 NO_EFFECT: Final = (
-    NoEffect("inference.deterministic", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
-    NoEffect("inference.slots", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
-    NoEffect("inference.threads", _embedded, "with inference.engine sglang: only the embedded engine uses it"),
-    *(
-        NoEffect(f"inference.{name}", lambda r: not _embedded(r), "with inference.engine embedded: only SGLang uses it")
-        for name in SGLANG_ALONE
+    NoEffect(
+        "inference.deterministic slots threads",
+        _embedded,
+        "with inference.engine sglang: only the embedded engine uses it",
     ),
-    *(
-        NoEffect(f"inference.{name}", lambda r: r.flow == "rlhf", "in an evaluate recipe, which trains nothing")
-        for name in ("release_memory", "transport")
+    NoEffect(
+        f"inference.{SGLANG_ALONE}", lambda r: not _embedded(r), "with inference.engine embedded: only SGLang uses it"
     ),
-    *(
-        NoEffect(f"launcher.slurm.{name}", lambda r: r.launcher.type == "slurm", "without launcher.type slurm")
-        for name in Slurm.model_fields
+    NoEffect(
+        "inference.release_memory transport", lambda r: r.flow == "rlhf", "in an evaluate recipe, which trains nothing"
+    ),
+    NoEffect(
+        f"launcher.slurm.{' '.join(Slurm.model_fields)}",
+        lambda r: r.launcher.type == "slurm",
+        "without launcher.type slurm",
     ),
     NoEffect(
         "rollout.worker_memory_mb", lambda r: r.launcher.type != "inline", "with launcher.type inline: no processes"
     ),
-    *(
-        NoEffect(f"launcher.ray.{name}", lambda r: r.launcher.type == "ray", "without launcher.type ray")
-        for name in ("resources", "autoscaling")
-    ),
+    NoEffect("launcher.ray.resources autoscaling", lambda r: r.launcher.type == "ray", "without launcher.type ray"),
     NoEffect("data.system", lambda r: r.data.chat, "without data.chat: set data.chat to true"),
     NoEffect("data.subset", _source_is("hub"), "unless data.source is the name of a Hugging Face data set"),
-    NoEffect("data.prompt_column", _source_is("hub", "file"), "with sums://, which has no columns"),
-    NoEffect("data.answer_column", _source_is("hub", "file"), "with sums://, which has no columns"),
+    NoEffect("data.prompt_column answer_column", _source_is("hub", "file"), "with sums://, which has no columns"),
     NoEffect("data.train_split", lambda r: r.flow != "evaluate", "in an evaluate recipe, which reads data.eval_split"),
     NoEffect("data.train_split", has_splits, f"with a file whose name has no {SPLIT}"),
     NoEffect("data.eval_split", lambda r: r.flow == "evaluate" or evaluates(r), "where nothing is evaluated"),
     NoEffect("data.eval_split", has_splits, f"with a file whose name has no {SPLIT}"),
-    *(
-        NoEffect(f"workflow.{name}", lambda r: r.workflow.name != "single_turn", "with workflow.name single_turn")
-        for name in ("arguments", "blocked_seconds", "verifies")
+    NoEffect(
+        "workflow.arguments blocked_seconds verifies",
+        lambda r: r.workflow.name != "single_turn",
+        "with workflow.name single_turn",
     ),
     NoEffect(
         "reward.unverified_reward",
@@ -97,33 +100,19 @@ NO_EFFECT: Final = (
         lambda r: r.algorithm.minibatches > 1 or not r.algorithm.decoupled,
         "with one minibatch: the policy has not changed when the ratio is computed",
     ),
-    *(
-        NoEffect(
-            f"algorithm.{name}",
-            lambda r: not same_policy(r),
-            "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus) and "
-            "rollout.max_head_offpolicyness 0: their logprobs differ only by rounding, and the weight is 1",
-        )
-        for name in ("decoupled", *TIS)
+    NoEffect(
+        f"algorithm.decoupled {TIS}",
+        lambda r: not same_policy(r),
+        "with server and trainer on the CPU in float32 (embedded and deterministic, local without gpus) and "
+        "rollout.max_head_offpolicyness 0: their logprobs differ only by rounding, and the weight is 1",
     ),
-    *(
-        NoEffect(
-            f"algorithm.{name}", lambda r: r.algorithm.decoupled, "with algorithm.decoupled false: no weight is used"
-        )
-        for name in TIS
-    ),
+    NoEffect(f"algorithm.{TIS}", lambda r: r.algorithm.decoupled, "with algorithm.decoupled false: no weight is used"),
     NoEffect("algorithm.tis_cap", lambda r: r.algorithm.tis_bound == "cap", "with tis_bound mask"),
-    *(
-        NoEffect(f"algorithm.{name}", lambda r: r.algorithm.tis_bound == "mask", "unless tis_bound is mask")
-        for name in ("tis_low", "tis_high")
-    ),
-    *(
-        NoEffect(
-            f"alerts.{name}",
-            lambda r: _asynchronous(r) and is_decoupled(r),
-            "with rollout.max_head_offpolicyness 0 or algorithm.decoupled false: it is not measured",
-        )
-        for name in ("min_effective_sample_size", "max_behaviour_clipped")
+    NoEffect("algorithm.tis_low tis_high", lambda r: r.algorithm.tis_bound == "mask", "unless tis_bound is mask"),
+    NoEffect(
+        "alerts.min_effective_sample_size max_behaviour_clipped",
+        lambda r: _asynchronous(r) and is_decoupled(r),
+        "with rollout.max_head_offpolicyness 0 or algorithm.decoupled false: it is not measured",
     ),
     NoEffect(
         "alerts.max_lag_beyond",
@@ -140,31 +129,25 @@ NO_EFFECT: Final = (
         lambda r: r.trainer.lr_schedule != "constant",
         "with trainer.lr_schedule constant: set it to linear or cosine",
     ),
-    NoEffect(
-        "trainer.zero_stage",
-        lambda r: r.trainer.backend == "deepspeed",
-        "unless trainer.backend is deepspeed",
-    ),
+    NoEffect("trainer.zero_stage", lambda r: r.trainer.backend == "deepspeed", "unless trainer.backend is deepspeed"),
     NoEffect("trainer.replicas", lambda r: r.trainer.backend == "fsdp2", "unless trainer.backend is fsdp2"),
     NoEffect(
         "trainer.cpu_offload",
         lambda r: r.trainer.backend == "fsdp2" or (r.trainer.backend == "deepspeed" and r.trainer.zero_stage > 0),
         "with trainer.backend local, or with trainer.zero_stage 0: set the backend to fsdp2, or a higher stage",
     ),
-    *(
-        NoEffect(f"rollout.{name}", _asynchronous, "with rollout.max_head_offpolicyness 0: groups wait for new weights")
-        for name in ("bound", "interruption", "pace")
+    NoEffect(
+        "rollout.bound interruption pace",
+        _asynchronous,
+        "with rollout.max_head_offpolicyness 0: groups wait for new weights",
     ),
     NoEffect("rollout.filters.arguments", lambda r: r.rollout.filters.function, "without rollout.filters.function"),
     NoEffect("rollout.filters.max_rejected", lambda r: r.rollout.filters.active, "without a filter"),
     NoEffect("evaluation.every", lambda r: r.flow != "evaluate", "in an evaluate recipe, which evaluates once"),
-    *(
-        NoEffect(
-            f"evaluation.{name}",
-            evaluates,
-            "with evaluation.every 0: nothing is evaluated (evaluation={} clears the section)",
-        )
-        for name in ("limit", "samples", "temperature", "max_new_tokens", "stop", "group_seconds")
+    NoEffect(
+        "evaluation.limit samples temperature max_new_tokens stop group_seconds",
+        evaluates,
+        "with evaluation.every 0: nothing is evaluated (evaluation={} clears the section)",
     ),
 )
 
@@ -173,5 +156,6 @@ def settings_without_effect(recipe: BaseRecipe) -> Iterator[str]:
     """A message for each field of `NO_EFFECT` that this recipe sets without effect."""
     given = {path for path, value, info in leaves(recipe) if is_set(info, value)}
     for row in NO_EFFECT:
-        if row.field in given and not row.has_effect(recipe):
-            yield f"{row.field}: has no effect {row.when}; otherwise leave it out"
+        for field in row.fields:
+            if field in given and not row.has_effect(recipe):
+                yield f"{field}: has no effect {row.when}; otherwise leave it out"

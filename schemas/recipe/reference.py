@@ -48,12 +48,19 @@ _TABLE: Final = "| field | type | default | bounds | kind | description |\n|---|
 
 
 def render() -> str:
-    """The whole page."""
-    parts, seen = [_HEAD, _overview()], dict[str, type[Section]]()
-    for (path, model), flows in sorted(_sections().items(), key=lambda item: _rank(item[0][0])):
+    """The whole page. A section that has nested ones precedes them."""
+    rows = [f"- **{flow}**: {_doc(model)}" for flow, model in RECIPES.items()]
+    top = [_row(name, info) for name, info in BaseRecipe.model_fields.items() if nested_section(info) is None]
+    parts, seen = [_HEAD, "\n".join(["## The top level", "", *rows, "", _TABLE, *top, ""])], dict[str, type[Section]]()
+    sections: dict[tuple[str, type[Section]], list[str]] = {}  # dotted path and type: the flows that have it
+    for flow, recipe in RECIPES.items():
+        for section in _nested("", recipe):
+            sections.setdefault(section, []).append(flow)
+    for (path, model), flows in sorted(sections.items(), key=lambda item: _rank(item[0][0])):
         title = f"{path} ({model.__name__.lower()})" if path in seen else path
         before = next((other for other, shown in seen.items() if shown is model), "")
-        fields = f"The fields are those of `{before}`." if before else _table(model)
+        table = "\n".join([_TABLE, *(_row(name, info) for name, info in model.model_fields.items())])
+        fields = f"The fields are those of `{before}`." if before else table
         seen[path] = model
         parts.append(f"## {title}\n\n{_doc(model)} ({', '.join(flows)})\n\n{fields}\n")
     return "\n".join([*parts, _rules()])
@@ -63,21 +70,6 @@ def _rank(path: str) -> int:
     """Sort key of a section, the same for its nested ones; `sorted` keeps the order of equal keys."""
     top = path.split(".")[0]
     return FIRST.index(top) if top in FIRST else len(FIRST)
-
-
-def _overview() -> str:
-    rows = [f"- **{flow}**: {_doc(model)}" for flow, model in RECIPES.items()]
-    fields = [_row(name, info) for name, info in BaseRecipe.model_fields.items() if nested_section(info) is None]
-    return "\n".join(["## The top level", "", *rows, "", _TABLE, *fields, ""])
-
-
-def _sections() -> dict[tuple[str, type[Section]], list[str]]:
-    """Every section by its dotted path and type, with the flows that have it; nested ones after their parent."""
-    found: dict[tuple[str, type[Section]], list[str]] = {}
-    for flow, model in RECIPES.items():
-        for section in _nested("", model):
-            found.setdefault(section, []).append(flow)
-    return found
 
 
 def _nested(prefix: str, model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -91,15 +83,14 @@ def _doc(model: type[Section]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
-def _table(model: type[Section]) -> str:
-    return "\n".join([_TABLE, *(_row(name, info) for name, info in model.model_fields.items())])
-
-
 def _row(name: str, info: FieldInfo) -> str:
     kind = "semantic" if is_semantic(info) else "operational"
     live = ", live" if is_live(info) else ""
     default = _value(info.get_default(call_default_factory=True))
-    cells = [f"`{name}`", _type(info.annotation), default, _bounds(info), f"{kind}{live}", _description(info)]
+    former = ", ".join(_value(value) for value in former_values(info))
+    renamed = f" Formerly `{former_name(info)}`." if former_name(info) else ""
+    about = f"{info.description or ''}{renamed}{f' In older runs: {former}.' if former else ''}"
+    cells = [f"`{name}`", _type(info.annotation), default, _bounds(info), f"{kind}{live}", about]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -116,13 +107,6 @@ def _type(annotation: Any) -> str:
     if origin is not None:
         return f"{_NAMES[origin]} of {_type(arguments[-1])}"
     return _NAMES[annotation]
-
-
-def _description(info: FieldInfo) -> str:
-    """The field's description, its former name, and its values in older runs if its default changed or it was added."""
-    former = ", ".join(_value(value) for value in former_values(info))
-    renamed = f" Formerly `{former_name(info)}`." if former_name(info) else ""
-    return f"{info.description or ''}{renamed}{f' In older runs: {former}.' if former else ''}"
 
 
 _NAMES: Final[dict[Any, str]] = {
@@ -158,7 +142,7 @@ def _number(bound: Any) -> str:
 def _rules() -> str:
     fields: dict[str, list[str]] = {}
     for row in NO_EFFECT:
-        fields.setdefault(row.when, []).append(f"`{row.field}`")
+        fields.setdefault(row.when, []).extend(f"`{field}`" for field in row.fields)
     without = [f"- {', '.join(names)}: no effect {when}." for when, names in fields.items()]
     refused = [f"- `{key}`: {reason}." for key, reason in REFUSED_KEYS.items()]
     head = "A field that differs from its default where it has no effect is an error, which says what to do instead:"

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from flows.cli.main import COMMANDS, Commands
+from flows.cli.main import COMMANDS, load_command
 from flows.execute import with_overrides
 from schemas.recipe.fields import nested_section
 from schemas.recipe.load import RECIPES, load_recipe, parse_recipe
@@ -98,7 +98,7 @@ def test_commands_are_ones_that_there_are(page: Path) -> None:
 def check_command(name: str, arguments: list[str]) -> None:
     """Its options are there; the whole is understood, unless a word in capitals stands for something."""
     assert name in COMMANDS, f"there is no command arealflow {name}"
-    command = Commands(COMMANDS)[name]
+    command = load_command(name)
     options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
     asked = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     assert asked <= options | {"--help"}, f"arealflow {name} has no {asked - options}"

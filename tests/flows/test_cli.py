@@ -217,13 +217,13 @@ def test_the_doctor_fails_where_the_store_is_not_usable(
 
 
 def test_no_command_waits_for_torch_or_prefect_before_it_has_checked_what_it_was_given() -> None:
-    every = "from flows.cli.main import COMMANDS, Commands; [Commands(COMMANDS)[name] for name in COMMANDS]"
+    every = "from flows.cli.main import COMMANDS, load_command; [load_command(name) for name in COMMANDS]"
     check = f"import sys; {every}; sys.exit(str({{'torch', 'transformers', 'prefect'}} & sys.modules.keys() or ''))"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stderr.strip() == ""
 
 
 def test_a_command_imports_no_other() -> None:
-    check = "from flows.cli.main import COMMANDS, Commands; Commands(COMMANDS)['log']"
+    check = "from flows.cli.main import load_command; load_command('log')"
     seen = f"import sys; {check}; print(*(name for name in sys.modules if name.startswith('flows.cli.')))"
     found = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True).stdout.split()
     assert "flows.cli.history" in found and not {"flows.cli.compare", "flows.cli.machine", "flows.cli.retention"} & set(

@@ -24,8 +24,7 @@ from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.store.backend import Unavailable
 from flows.cli import automations, keeper, machine
 from flows.cli.processes import FLOW_RUN, POOL, end, flow_processes, parts, spawn
-from flows.execute import ending_action
-from flows.restarts import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, RestartBudget
+from flows.execute import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, RestartBudget, ending_action
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 

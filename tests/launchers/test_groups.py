@@ -16,7 +16,7 @@ from waiting import LIMIT, wait_until
 
 from areal_tasks.engines import session
 from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, register
-from areal_tasks.launchers import starts
+from areal_tasks.launchers import protocol
 from areal_tasks.launchers.cluster import PREEMPTED
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
@@ -66,7 +66,7 @@ class Scripted:
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Scripted]]:
     """A supervisor without services; each look at the clock is a second after the one before."""
     monkeypatch.setattr("areal_tasks.launchers.supervisor.time", SimpleNamespace(monotonic=itertools.count().__next__))
-    monkeypatch.setattr(starts, "in_background", at_once)
+    monkeypatch.setattr(protocol, "in_background", at_once)
     store = open_store((tmp_path / "store").as_uri())
     with Supervisor(store, Launcher(restarts=3), tmp_path / "logs") as supervisor:
         supervisor.launcher = launcher = Scripted()

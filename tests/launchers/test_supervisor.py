@@ -20,7 +20,7 @@ from small_service import make_app
 from waiting import LIMIT, alive, wait_until
 
 from areal_tasks.engines.service import TOKEN, UNAVAILABLE, ServiceSpec, make_server, register
-from areal_tasks.launchers import starts
+from areal_tasks.launchers import protocol
 from areal_tasks.launchers.cluster import PREEMPTED, ClusterUnreachable
 from areal_tasks.launchers.local import InlineLauncher, LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
@@ -239,7 +239,7 @@ class Ended:
 def scripted(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Scripted]]:
     """A supervisor of two services that are ready; each look at the clock is a second after the one before."""
     monkeypatch.setattr("areal_tasks.launchers.supervisor.time", SimpleNamespace(monotonic=itertools.count().__next__))
-    monkeypatch.setattr(starts, "in_background", at_once)
+    monkeypatch.setattr(protocol, "in_background", at_once)
     with Supervisor(store, Launcher(restarts=2), tmp_path / "logs") as supervisor:
         supervisor.launcher = launcher = Scripted()
         for name in ("one", "two"):
@@ -314,7 +314,7 @@ def test_nothing_waits_for_the_end_of_a_silent_service(
 def test_nothing_waits_for_a_slow_start(scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a service that a cluster queues: others are looked at, ended and started again meanwhile."""
     supervisor, launcher = scripted
-    monkeypatch.setattr(starts, "in_background", in_background)
+    monkeypatch.setattr(protocol, "in_background", in_background)
     accepted, start = threading.Event(), launcher.start
 
     def queued(job: Job) -> Ended:
@@ -336,7 +336,7 @@ def test_nothing_waits_for_a_slow_start(scripted: tuple[Supervisor, Scripted], m
 
 def _queued(launcher: Scripted, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Ended]]:
     """What makes the cluster accept all services that are started from now on; their handles, once it has."""
-    monkeypatch.setattr(starts, "in_background", in_background)
+    monkeypatch.setattr(protocol, "in_background", in_background)
     accepted, start, handles = threading.Event(), launcher.start, list[Ended]()
 
     def queued(job: Job) -> Ended:
@@ -365,7 +365,7 @@ def test_a_start_that_never_returns_is_not_waited_for_and_ends_what_it_yields_la
     scripted: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     supervisor, launcher = scripted
-    monkeypatch.setattr(starts, "LONGEST_START", 0.1)
+    monkeypatch.setattr(protocol, "LONGEST_START", 0.1)
     accepted, handles = _queued(launcher, monkeypatch)
     supervisor.join(MODULE, spec(supervisor.store, "three"))
     if leaves == "the service":
@@ -383,7 +383,7 @@ def test_starts_that_never_return_are_waited_for_at_the_same_time(
     supervisor, launcher = scripted
     accepted, handles = _queued(launcher, monkeypatch)
     together = threading.Barrier(40)
-    monkeypatch.setattr(starts, "wait", lambda begun, seconds: together.wait(LIMIT))
+    monkeypatch.setattr(protocol, "wait", lambda begun, seconds: together.wait(LIMIT))
     for number in range(together.parties):
         supervisor.join(MODULE, spec(supervisor.store, f"hangs-{number}"))
     supervisor.__exit__()
@@ -396,8 +396,8 @@ def test_a_start_that_never_returns_is_made_again_once_it_was_to_be_stopped(
 ) -> None:
     """As that of a service whose group begins again."""
     supervisor, launcher = scripted
-    monkeypatch.setattr(starts, "in_background", in_background)
-    monkeypatch.setattr(starts, "LONGEST_START", 0.1)
+    monkeypatch.setattr(protocol, "in_background", in_background)
+    monkeypatch.setattr(protocol, "LONGEST_START", 0.1)
     accepted, start = threading.Event(), launcher.start
 
     def queued(job: Job) -> Ended:

@@ -28,7 +28,7 @@ from areal_tasks.stages.jobs import Job
 from areal_tasks.stages.loop import Loop
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import Run, open_run
-from flows import artifacts, events, observe
+from flows import artifacts, observe
 from flows.artifacts import Artifacts
 from flows.observe import Observer
 
@@ -87,7 +87,7 @@ def watched(folder: Path, patch: pytest.MonkeyPatch, broken: bool, **changes: di
     client, tasks, emitted = Client(broken), dict[str, str](), list[tuple[str, dict[str, str], dict[str, Any]]]()
     patch.setattr(artifacts, "_new_client", lambda: client)
     patch.setattr(observe, "get_run_logger", lambda: LOG)
-    patch.setattr(events, "emit_event", lambda name, about, payload: emitted.append((name, about, payload)))
+    patch.setattr(observe, "emit_event", lambda name, about, payload: emitted.append((name, about, payload)))
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
         tasks.update({job.label: str(uuid.uuid4()) for job in jobs})
@@ -107,7 +107,7 @@ def watched(folder: Path, patch: pytest.MonkeyPatch, broken: bool, **changes: di
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(events, "ADVANCED_SECONDS", math.inf)
+        patch.setattr(observe, "ADVANCED_SECONDS", math.inf)
         return watched(tmp_path_factory.mktemp("seen"), patch, False, schedule={"iterations": 3, "artifact_every": 2})
 
 
@@ -196,7 +196,7 @@ def test_every_iteration_is_an_event_with_its_metrics(seen: Watched) -> None:
 
 
 def test_iterations_that_follow_at_once_are_one_sign_of_life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(events, "ADVANCED_SECONDS", 0.0)
+    monkeypatch.setattr(observe, "ADVANCED_SECONDS", 0.0)
     found = watched(tmp_path, monkeypatch, False, schedule={"iterations": 2})
     assert [name for name, _, _ in found.emitted].count("arealflow.run.advanced") == 2, "the others above: none so soon"
 

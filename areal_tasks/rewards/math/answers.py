@@ -102,7 +102,8 @@ def read_answer(text: str) -> Answer:
 
 def _read(text: str) -> Answer:
     text = _NAME.sub("", text)
-    return _quantity(text) or _bracketed(text) or _listed(text) or _formula(text) or Words(_squeezed(text))
+    found = _quantity(text) or _bracketed(text) or _listed(text) or _formula(text)
+    return found or Words("".join(text.casefold().split()))
 
 
 def leading_number(text: str) -> tuple[Quantity, str, str] | None:
@@ -201,20 +202,12 @@ def _formula(text: str) -> Formula | None:
     unit = unit_of(f" {tail.group()}") if tail else None
     body = text[: tail.start()].strip() if tail and unit else text
     words = [word for word in _WORDS.findall(_ENVIRONMENT.sub("", body)) if len(word) > 1 and word not in _FUNCTIONS]
-    if not body or _NO_FORMULA.search(body) or _is_sequence(body) or not all(map(_is_product, words)):
+    capitals = len(body) > 1 and body.isalpha() and body.isupper()  # as HHT: their order counts, unlike that of factors
+    if not body or _NO_FORMULA.search(body) or capitals or not all(map(_is_product, words)):
         return None
     return Formula(_NAMES.sub(r"\\\1", body), unit or frozenset())
-
-
-def _is_sequence(text: str) -> bool:
-    """Whether `text` is capitals alone, such as HHT: their order counts, unlike that of factors."""
-    return len(text) > 1 and text.isalpha() and text.isupper()
 
 
 def _is_product(word: str) -> bool:
     """Whether letters are a product of variables, or the points of a figure, rather than a word."""
     return word.isupper() or (len(word) == 2 and word not in _NO_VARIABLES)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.casefold().split())

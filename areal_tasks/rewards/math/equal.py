@@ -28,7 +28,6 @@ _SYMBOL_BITS: Final = 16  # an expanded power of a sum is as long as a power of 
 #: Relative distance of a decimal from a number without a finite decimal form: six digits must be right.
 _SIX_DIGITS: Final = Fraction(5, 10**6)
 _ROUNDING: Final = Fraction(1, 10**12)
-_PERCENT: Final = "percent"
 _LATEX: Final = (
     math_verify.LatexExtractionConfig(
         boxed_match_priority=-1,
@@ -93,7 +92,7 @@ class _Number:
 def _same_quantity(reference: Quantity, found: Quantity) -> bool:
     if _agree(_Number(reference.value), _Number(found.value)):
         return True
-    share = _PERCENT in reference.unit and not found.unit
+    share = "percent" in reference.unit and not found.unit
     return share and _agree(_Number(reference.value / 100), _Number(found.value))
 
 
@@ -171,10 +170,7 @@ def _quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 
 def _values(*expressions: Any) -> list[tuple[Any, ...]] | None:
-    """The expressions' values at a few points, at which unequal formulas differ; None if one has no value.
-
-    It takes much less time than simplifying their difference, and is as reliable.
-    """
+    """Their values at a few points; None if one has none. Much faster than simplifying, and as reliable."""
     names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     found = []
     for point in _POINTS:

@@ -96,7 +96,8 @@ def _marked(text: str, unfinished: bool, words: bool) -> str | None:
     """The last marked answer that is not empty; None without one. NoAnswer if it is cut off."""
     boxes, opened = _boxes(text)
     found_lines = [(line.end(), line["answer"]) for line in _LINE.finditer(text)]
-    lines = [line for line in found_lines if words or not _is_heading(line[1])]
+    # Markdown headings: words, or a number followed by words
+    lines = [line for line in found_lines if words or not _HEADING.match(tidy(line[1][:MAX_ANSWER]))]
     end, found = max((mark for mark in (*boxes, *lines) if mark[1].strip(" \t*")), default=(0, None))
     is_line = (end, found) in lines
     if unfinished and (opened > end or (is_line and end == len(text))):
@@ -118,11 +119,6 @@ def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
                 found.append((brace.end(), text[start : brace.start()]))
                 last = start
     return found, max((start for is_box, start in opened if is_box), default=-1)
-
-
-def _is_heading(line: str) -> bool:
-    """Whether a line that begins with #### is a Markdown heading: words, or a number followed by words."""
-    return _HEADING.match(tidy(line[:MAX_ANSWER])) is not None
 
 
 def _statement(text: str) -> str:
