@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.changes import changed_fields
-from areal_tasks.store.commit import find_record, read_record
+from areal_tasks.store.commit import checked_last_number, find_record, missing_before, read_record
 from areal_tasks.store.fork import Origin, check_origin, origin_of
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import checked_last_number, missing_before
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe

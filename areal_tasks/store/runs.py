@@ -19,6 +19,7 @@ from areal_tasks.store.commit import (
     commit_once,
     decode,
     find_record,
+    last_number,
     new_attempt,
     read_record,
     read_verified,
@@ -46,7 +47,6 @@ from areal_tasks.store.opening import (
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import (
     PROMPT_ORDER,

@@ -12,10 +12,9 @@ from typing import Literal
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import append_record, commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.commit import append_record, commit_once, find_record, last_number, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 

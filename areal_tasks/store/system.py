@@ -16,12 +16,11 @@ import pyarrow.parquet as pq
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Store
-from areal_tasks.store.commit import read_record, verified
+from areal_tasks.store.commit import last_number, last_owner, read_record, verified
 from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_number, last_owner
 from areal_tasks.store.shards import encode, shard_ref
 from schemas.manifest import SystemRecord, WatchRecord
 from schemas.views import SYSTEM

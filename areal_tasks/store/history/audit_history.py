@@ -13,12 +13,11 @@ from itertools import islice
 from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import bytes_digest, read_with_digest
+from areal_tasks.store.commit import bytes_digest, last_number, read_with_digest
 from areal_tasks.store.history.audit_records import Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.search import last_number
 from areal_tasks.store.spool import number_of_starts
 from schemas.manifest import IterationCommit, LogRecord, RunRecord, Segment, SpoolRecord, StageManifest, TableRef
 

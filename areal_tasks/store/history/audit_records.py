@@ -14,10 +14,9 @@ from typing import TypeVar
 import pyarrow as pa
 
 from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.commit import read_record, read_verified
+from areal_tasks.store.commit import last_number, read_record, read_verified
 from areal_tasks.store.objects.inventory import check_sha256
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.search import last_number
 from areal_tasks.store.shards import content_digest, read_shard
 from schemas.manifest import FileRef, TableRef
 from schemas.record import StoredRecord

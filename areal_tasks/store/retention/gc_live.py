@@ -10,12 +10,11 @@ from typing import Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import read_record
+from areal_tasks.store.commit import last_present, read_record
 from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.objects.inventory import Entry, entries, store_time
 from areal_tasks.store.reachable import attempts_of, history, named_weights, pending_evaluation, reachable
 from areal_tasks.store.runs import Run, load_run, run_names
-from areal_tasks.store.search import last_present
 from areal_tasks.store.weights import read_tags
 from schemas.manifest import IterationCommit, Reference, StageManifest, WeightsManifest, WeightsRef
 
