@@ -54,9 +54,8 @@ class Report:
 def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> Report:
     """The data of a page about these runs of at most `max_bytes`, with up to `samples` samples of each.
 
-    Raises:
-        UserError: a run is named twice or does not exist, a shard that the curves or the choice of samples need is
-            damaged, or not even the curves fit.
+    Raises UserError: a run is named twice or does not exist, a shard that the curves or the choice of samples need is
+    damaged, or not even the curves fit.
     """
     if len(set(names)) < len(names):
         raise UserError(f"Each run once: {', '.join(names)}.")

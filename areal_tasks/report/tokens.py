@@ -62,8 +62,7 @@ def _added(decode: Decode, known: list[int]) -> dict[int, str]:
 def load_tokenizer(run: Run, scratch: Path) -> tuple[Decode, Name]:
     """The run's tokenizer as two functions: decode ids, and name a token.
 
-    Raises:
-        UserError: the run has no initial weights, as stage `initialise` recorded them, or they hold no tokenizer.
+    Raises UserError: the run has no initial weights, as stage `initialise` recorded them, or they hold no tokenizer.
     """
     initial = next((ref for ref in run.commit(0).stages if ref.stage == "initialise"), None)
     if initial is None:

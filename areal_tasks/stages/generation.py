@@ -98,9 +98,8 @@ class Generation:
 
         The workers write them below `prefix`. The metrics include the groups rejected since the last iteration.
 
-        Raises:
-            UserError: the servers hold other weights than the iteration begins with, or too many samples could not be
-                verified. Other errors as of `Rollouts.take`.
+        Raises UserError: the servers hold other weights than the iteration begins with, or too many samples could not
+        be verified. Other errors as of `Rollouts.take`.
         """
         eta = self.tracker.rule.eta(context.iteration)
         lag = context.iteration if eta else 0  # if they lag, the rule does not let groups begin that would be too old

@@ -49,8 +49,7 @@ def require_package(package: str, field: str) -> None:
 def check_code(recipe: Recipe) -> None:
     """Load the recipe's workflow and filter, and its verifier in a process that can be killed.
 
-    Raises:
-        UserError: one of them does not exist, cannot be imported or does not take its arguments.
+    Raises UserError: one of them does not exist, cannot be imported or does not take its arguments.
     """
     if isinstance(recipe, SftRecipe):
         return
@@ -88,9 +87,8 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     Args:
         origin: that of a derived run; not needed to continue an existing fork.
 
-    Raises:
-        UserError: the store cannot be used; the run exists with another recipe; it cannot be derived from this parent;
-            or model, data, or the module of the verifier do not exist.
+    Raises UserError: the store cannot be used; the run exists with another recipe; it cannot be derived from this
+    parent; or model, data, or the module of the verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None
     stored = read_stored_run(store, name) if name else StoredRun(store, name)

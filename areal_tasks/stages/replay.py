@@ -175,8 +175,8 @@ def replay_segments(original: Run, origin: Origin, name: str, changes: Sequence[
     A replay has the iterations that were committed when it was created. The recorded samples may come from other
     weights than the replay's, so the limit on the train-inference mismatch is lifted, unless a change sets it.
 
-    Raises:
-        UserError: the original has not committed the iteration to begin at, or the replay does not allow the changes.
+    Raises UserError: the original has not committed the iteration to begin at, or the replay does not allow the
+    changes.
     """
     reference = find_reference(original.store, original.name, name)
     committed = reference.iteration if reference else original.committed

@@ -163,9 +163,8 @@ def store_url(named: str) -> str:
 def open_store(named: str = "") -> Store:
     """The store at this URL or folder (empty: the default one). Accesses neither disk nor network yet.
 
-    Raises:
-        UserError: it is neither a folder nor a URL `file:///…` or `s3://bucket/…`, the URL holds credentials, or S3
-            credentials are not set.
+    Raises UserError: it is neither a folder nor a URL `file:///…` or `s3://bucket/…`, the URL holds credentials, or S3
+    credentials are not set.
     """
     url = store_url(named or default_url()).rstrip("/")
     parts = urlsplit(url)

@@ -41,8 +41,7 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     A put may be stored and still answer with an error, or be sent twice by a client that retries: whatever the
     answer, the attempt that is read back counts.
 
-    Raises:
-        StoreError: the put failed and nothing is there.
+    Raises StoreError: the put failed and nothing is there.
     """
     try:
         store.create(path, record.encode())

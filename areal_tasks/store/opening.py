@@ -79,9 +79,8 @@ class StoredRun:
 def read_stored_run(store: Store, name: str) -> StoredRun:
     """The run `name` as the store has it. Writes nothing.
 
-    Raises:
-        UserError: the name is invalid; the run was removed; or a record is damaged, or is missing although later
-            records exist.
+    Raises UserError: the name is invalid; the run was removed; or a record is damaged, or is missing although later
+    records exist.
     """
     check_name(name)
     check_run_kept(store, name)
@@ -131,7 +130,16 @@ def check_same_recipe(name: str, flow: str, recipe: BaseRecipe, segments: tuple[
 
 def recipe_difference(segment: Segment, recipe: BaseRecipe) -> Difference:
     """The semantic fields in which `recipe` differs from the segment's."""
-    recorded, given = semantic_values(_parse(segment, type(recipe))), semantic_values(recipe)
+    try:
+        of_run = type(recipe).model_validate(read_recorded(segment.recipe))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "recipe"
+        raise UserError(
+            f"This version cannot read the run's recipe ({where}: {first['msg']}): "
+            "continue it with the version that began it, or choose another name (run=NAME)."
+        ) from error
+    recorded, given = semantic_values(of_run), semantic_values(recipe)
     names = sorted(recorded.keys() | given.keys())
     pairs = {name: (recorded.get(name, _UNSET), given.get(name, _UNSET)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -146,15 +154,3 @@ def _remedy(name: str) -> str:
     return (
         f"Choose another name (run=NAME), or use {name}'s own values to continue it. Only schedule.iterations may grow."
     )
-
-
-def _parse(segment: Segment, model: type[BaseRecipe]) -> BaseRecipe:
-    try:
-        return model.model_validate(read_recorded(segment.recipe))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "recipe"
-        raise UserError(
-            f"This version cannot read the run's recipe ({where}: {first['msg']}): "
-            "continue it with the version that began it, or choose another name (run=NAME)."
-        ) from error

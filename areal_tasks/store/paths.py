@@ -162,8 +162,7 @@ def attempt_folder(path: str) -> str:
 def version_of(manifest: str) -> tuple[str, int, str]:
     """What a manifest of weights or of a checkpoint is of: the kind (`weights`, `checkpoint`), version and attempt.
 
-    Raises:
-        ValueError: this is no path of such a manifest.
+    Raises ValueError: this is no path of such a manifest.
     """
     found = _VERSION.fullmatch(manifest)
     if found is None:

@@ -8,7 +8,7 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Final, Self, TypeVar
 
@@ -50,7 +50,9 @@ class Session:
         self.connection.execute("SET python_enable_replacements = false")
         schemas = [f"run_{i}" for i in range(len(names))]
         self.runs = [RunViews(self.connection, *part) for part in zip(catalogs, schemas, strict=True)]
-        create_joint_views(self.connection, self.runs, several)
+        for name in sorted({name for run in self.runs for name in run.names}):
+            parts = [run.select(name, several) for run in self.runs if name in run.names]
+            self.connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
         self.connection.execute("SET lock_configuration = true")
 
     def __enter__(self) -> Self:
@@ -62,9 +64,8 @@ class Session:
     def sql(self, query: str) -> pa.Table:
         """The answer to one SELECT over the run's views.
 
-        Raises:
-            UserError: the query is no single SELECT, DuckDB refuses it (its message, and a list of the views), or a
-                file of the store is damaged.
+        Raises UserError: the query is no single SELECT, DuckDB refuses it (its message, and a list of the views), or a
+        file of the store is damaged.
         """
         check_statement(query)
         for run in self.runs:
@@ -121,11 +122,7 @@ def _opened(store: Store, name: str, compacted: bool) -> Catalog:
 
 
 def run_sql(store: Store, run: str, query: str) -> pa.Table:
-    """The answer to one SELECT over the run's views.
-
-    Raises:
-        UserError: there is no such run, or as `Session.sql`.
-    """
+    """The answer to one SELECT over the run's views. Raises UserError: there is no such run, or as `Session.sql`."""
     with Session(store, run) as session:
         return session.sql(query)
 
@@ -172,8 +169,12 @@ class RunViews:
         self.tables_by_view = tables_by_view(catalog)
         self.views = _views(self.tables_by_view.keys())
         self.lazies = _datasets(catalog, self.tables_by_view)
-        _create_views(connection, schema, self.lazies)
         self.defined: dict[str, str] = {}
+        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
+        connection.execute(f"SET schema = '{schema}'")
+        for name, dataset in self.lazies.items():
+            connection.from_arrow(dataset).create_view(name)
+        connection.execute("SET schema = 'main'")
         self.define(frozenset())
 
     @property
@@ -195,6 +196,18 @@ class RunViews:
         used = {join.table for join in joins if not words.isdisjoint(join.columns.values())}
         return {join.table for join in joins} - used
 
+    def select(self, view: str, several: bool) -> str:
+        """The query for the rows of a view, with the column `run`.
+
+        Where a view has its own column `run` (the run that made the row), it is called `made_by` if `several`; else it
+        is the only one.
+        """
+        if view in _MADE_BY and not several:
+            columns = "*"
+        else:
+            columns = f"'{self.catalog.run.name}' AS run, *" + (" RENAME (run AS made_by)" if view in _MADE_BY else "")
+        return f"SELECT {columns} FROM {self.schema}.{view}"
+
 
 def _datasets(catalog: Catalog, tables_by_view: Mapping[str, str]) -> dict[str, LazyDataset]:
     """The data sets that SQL scans, by name. They must not refer to the connection, which would then never be freed."""
@@ -202,15 +215,6 @@ def _datasets(catalog: Catalog, tables_by_view: Mapping[str, str]) -> dict[str, 
     made |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
     made |= {name: derived_dataset(schema, partial(rows, catalog)) for name, (schema, rows) in _OF_RECORDS.items()}
     return made
-
-
-def _create_views(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[str, LazyDataset]) -> None:
-    """Create a view of each data set in a schema."""
-    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
-    connection.execute(f"SET schema = '{schema}'")
-    for name, dataset in datasets.items():
-        connection.from_arrow(dataset).create_view(name)
-    connection.execute("SET schema = 'main'")
 
 
 def tables_by_view(catalog: Catalog) -> dict[str, str]:
@@ -231,21 +235,3 @@ def _views(tables: Set[str]) -> list[View]:
         if view.name not in tables and view.needs <= tables | found.keys():
             found.setdefault(view.name, view)
     return list(found.values())
-
-
-def create_joint_views(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
-    """Create views on the connection with the rows of all runs, and the column `run`.
-
-    Where a view has its own column `run` (the run that made the row), it is called `made_by` if `several`; else it is
-    the only one.
-    """
-    for name in sorted({name for run in runs for name in run.names}):
-        parts = [f"SELECT {_columns(run, name, several)} FROM {run.schema}.{name}" for run in runs if name in run.names]
-        connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
-
-
-def _columns(run: RunViews, view: str, several: bool) -> str:
-    of_run = f"'{run.catalog.run.name}' AS run"
-    if view not in _MADE_BY:
-        return f"{of_run}, *"
-    return f"{of_run}, * RENAME (run AS made_by)" if several else "*"

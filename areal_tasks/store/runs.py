@@ -195,8 +195,7 @@ class Run:
         A start that is no longer the owner cannot add one that the next owner misses: that one reads the changes after
         it has claimed the run, and before it commits anything.
 
-        Raises:
-            Superseded: a later start of the flow owns the run.
+        Raises Superseded: a later start of the flow owns the run.
         """
         self.check_owner()
         return _with_segment(self, first, recipe, change)
@@ -255,9 +254,8 @@ def open_run(
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
         stored: what the store holds of the run, if the caller has read it.
 
-    Raises:
-        UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
-            and remedies are named.
+    Raises UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
+    and remedies are named.
     """
     stored = stored or read_stored_run(store, name)
     stored.check(recipe, origin)  # before the claim fences off a running start
@@ -273,7 +271,10 @@ def open_run(
     run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
     for first, part in segments[len(run.segments) :]:
         run = _with_segment(run, first, part)
-    return _with_last_recipe(run, recipe)
+    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
+        run = _with_segment(run, run.committed if run.segments else run.first, recipe)
+    check_same_recipe(run.name, record.flow, recipe, run.segments)  # a concurrent start may have won
+    return run
 
 
 def load_run(store: Store, name: str) -> Run:
@@ -339,7 +340,6 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
     """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
 
     def owner(n: int) -> OwnerRecord:
-        """The record of this process as the n-th owner."""
         return OwnerRecord(
             n=n,
             attempt=new_attempt(),
@@ -350,14 +350,6 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
         )
 
     return append_record(store, partial(paths.owner, name), last + 1, owner).n
-
-
-def _with_last_recipe(run: Run, recipe: BaseRecipe) -> Run:
-    """The run with `recipe` as its last segment, which is appended if the run is new or gets more iterations."""
-    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
-        run = _with_segment(run, run.committed if run.segments else run.first, recipe)
-    check_same_recipe(run.name, run.record.flow, recipe, run.segments)  # a concurrent start may have won
-    return run
 
 
 def _with_segment(run: Run, first: int, recipe: BaseRecipe, change: Change | None = None) -> Run:

@@ -101,15 +101,11 @@ def extra_column(schema: pa.Schema, names: Sequence[str]) -> list[str]:
     return [field.name for field in narrow[:1]] if names and len(stored) < 2 else []
 
 
-def table_schema(table: str) -> pa.Schema:
-    """The columns of the view of a table."""
-    fields = (field for field in TABLES[table] if field.name != "iteration")
-    return pa.schema([_ITERATION, *(field.with_type(_WORD) if field.name in REPEATED else field for field in fields)])
-
-
 def table_dataset(catalog: Catalog, table: str) -> LazyDataset:
     """A table of the run, from valid compactions where there are any, and from its shards elsewhere."""
-    schema, files = table_schema(table), CheckedFiles(catalog.run.store)
+    fields = (field for field in TABLES[table] if field.name != "iteration")
+    schema = pa.schema([_ITERATION, *(f.with_type(_WORD) if f.name in REPEATED else f for f in fields)])
+    files = CheckedFiles(catalog.run.store)
     filesystem, _ = catalog.run.store.arrow()
     shards: dict[int, list[Any]] = {}  # first iteration of a region -> its shards
 

@@ -58,8 +58,7 @@ def append_groups(
 
     Returns the stored record: an earlier attempt's if the store had taken that and its answer was lost.
 
-    Raises:
-        StartClosed: another process has closed this start.
+    Raises StartClosed: another process has closed this start.
     """
     record = _record("groups", start, n, owner).model_copy(
         update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}

@@ -78,8 +78,7 @@ class AuditReport:
 def audit(store: Store, name: str, progress: Progress = lambda done, total: None) -> AuditReport:
     """Check everything that the run's commits reference, its other records, and the history of its parents.
 
-    Raises:
-        UserError: there is no run of this name.
+    Raises UserError: there is no run of this name.
     """
     if not store.exists(paths.run_record(name)):
         load_run(store, name)  # raises an error that lists the runs
@@ -213,7 +212,7 @@ def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, 
 
 
 def _records(found: Findings, name: str) -> None:
-    """Check owners, changes, services, waits, tags, references, signatures …, which only their seals protect; logs."""
+    """Check owners, services, tags, signatures …, which only their seals protect; and that logs have all parts."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     found.sequence(f"{name}/changes", lambda n: paths.change(name, n), ChangeRecord, 1)
     for folder, model in _FOLDERS.items():
@@ -221,7 +220,11 @@ def _records(found: Findings, name: str) -> None:
     for folder, model in _FOLDERS_BY_OWNER.items():
         for owner in found.store.children(f"{name}/{folder}"):
             found.folder(f"{name}/{folder}/{owner}", model)
-    _logs(found, name)
+    logs = stored_parts(entry.path for entry in entries(found.store, paths.logs(name)))
+    for log, parts in logs.items():  # no record has digests of the parts
+        found.seen.update(parts.values())
+        for n in set(range(max(parts))) - parts.keys():
+            found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
 def _samples(found: Findings, name: str) -> None:
@@ -231,14 +234,6 @@ def _samples(found: Findings, name: str) -> None:
         records = found.sequence(f"{name}/system/{folder}", partial(paths.system, name, owner), SystemRecord, 1)
         for record in records.values():
             found.add_file(record.shard, "the view system")
-
-
-def _logs(found: Findings, name: str) -> None:
-    """Check that no part of a service's log is missing; no record has digests of the parts."""
-    for log, parts in stored_parts(entry.path for entry in entries(found.store, paths.logs(name))).items():
-        found.seen.update(parts.values())
-        for n in set(range(max(parts))) - parts.keys():
-            found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
 def _compactions(found: Findings, name: str) -> None:

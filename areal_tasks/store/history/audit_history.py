@@ -32,7 +32,7 @@ class Link:
 
 
 def audit_history(found: Findings, name: str, stop: int | None = None) -> list[Link]:
-    """Check the commits of `name` before iteration `stop` (all of them), and those of its parents."""
+    """Check the commits of `name` before iteration `stop` (all of them), those of its parents, and their segments."""
     record = found.record(paths.run_record(name), RunRecord)
     segments = found.sequence(f"{name}/segments", lambda n: paths.segment(name, n), Segment, 0)
     first = record.parent_iteration if record else 0
@@ -43,7 +43,10 @@ def audit_history(found: Findings, name: str, stop: int | None = None) -> list[L
     own = parallel(lambda k: _link(found, name, k), numbers)
     root = bytes_digest(found.store, paths.run_record(name)) if record else ""
     _check_links(found, inherited[-1] if inherited else Link(paths.run_record(name), root, None), own)
-    _check_segments(found, name, own, segments)
+    for n in sorted({link.commit.segment for link in own if link.commit} - segments.keys()):
+        path = paths.segment(name, n)
+        if path not in found.seen:
+            found.report(path, "missing", "the recipe of the iterations that were committed under it")
     return [*inherited, *own]
 
 
@@ -77,14 +80,6 @@ def _check_links(found: Findings, before: Link, own: list[Link]) -> None:
                 f"the chain from iteration {link.commit.iteration} on",
             )
         before = link
-
-
-def _check_segments(found: Findings, name: str, own: list[Link], segments: dict[int, Segment]) -> None:
-    """Check that the recipe segments that commits name exist."""
-    for n in sorted({link.commit.segment for link in own if link.commit} - segments.keys()):
-        path = paths.segment(name, n)
-        if path not in found.seen:
-            found.report(path, "missing", "the recipe of the iterations that were committed under it")
 
 
 def audit_log(found: Findings, name: str, links: list[Link]) -> None:

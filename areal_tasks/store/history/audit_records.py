@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -106,7 +106,8 @@ class Findings:
         found = [*dict.fromkeys(self.readers.get(manifest, ()))]
         for path in found:  # which grows meanwhile
             found += [reader for reader in dict.fromkeys(self.readers.get(path, ())) if reader not in found]
-        return _listed([self.names.get(path, path) for path in found])
+        names = [self.names.get(path, path) for path in found]
+        return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
     # ── whole files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,11 +153,6 @@ class Findings:
             self.report(manifest, f"names {ref.rows} rows of {ref.name}; its shards hold {table.num_rows}", affects)
         elif content_digest(table) != ref.digest:
             self.report(manifest, f"the columns of {ref.name} do not have the content digest it names", affects)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
 
 
 def _groups(rows: pa.Table) -> Counter[int]:

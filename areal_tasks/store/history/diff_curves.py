@@ -149,8 +149,7 @@ def compare_replay(store: Store, name: str) -> list[Section]:
 
     Stages that the replay took from the original in every iteration are not compared.
 
-    Raises:
-        UserError: the run is no replay, or has built nothing yet.
+    Raises UserError: the run is no replay, or has built nothing yet.
     """
     run = load_run(store, name)
     original, head = run.parent, run.head()

@@ -71,8 +71,7 @@ _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server i
 class S3Backend(Store):
     """Objects below `prefix` of `bucket`. Endpoint, region and credentials come from the environment only.
 
-    Raises:
-        UserError: credentials are not set.
+    Raises UserError: credentials are not set.
     """
 
     def __init__(self, url: str, bucket: str, prefix: str) -> None:

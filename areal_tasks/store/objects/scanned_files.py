@@ -53,8 +53,7 @@ class CheckedFiles:
     def __call__(self, fragments: Sequence[Any]) -> list[Any]:
         """The fragments to scan in place of `fragments`; one that is no known file stays as it is.
 
-        Raises:
-            StoreError: one of them is not what its manifest names.
+        Raises StoreError: one of them is not what its manifest names.
         """
         return parallel(self._checked, fragments, _THREADS)
 

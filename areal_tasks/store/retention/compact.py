@@ -46,8 +46,7 @@ _ITERATIONS: Final = 256  # of which the manifests are in memory
 def compact(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     """Merge consecutive regions of the catalog into a compaction that covers all their iterations.
 
-    Raises:
-        UserError: a file of the run is damaged, or the store cannot be written.
+    Raises UserError: a file of the run is damaged, or the store cannot be written.
     """
     run, attempt, started = catalog.run, new_attempt(), now()
     first, stop = regions[0].first, regions[-1].stop
@@ -146,8 +145,7 @@ def _layout(table: pa.Table) -> dict[str, Any]:
 def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     """Merge a run's whole history, whether or not parts of it are compacted.
 
-    Raises:
-        UserError: nothing is committed, or as `compact`.
+    Raises UserError: nothing is committed, or as `compact`.
     """
     catalog = Catalog(run)
     if not catalog.regions:

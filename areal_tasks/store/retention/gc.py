@@ -66,8 +66,7 @@ class Removal:
 def plan_removals(store: Store, rule: RetentionRule, *only: str) -> list[Removal]:
     """What `rule` allows to remove in the runs `only`, or in all; all runs are read to find what they need.
 
-    Raises:
-        UserError: a run is damaged, so that its needs are unknown; the file is named.
+    Raises UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
     runs = read_all_run_files(store)
     for name in only:

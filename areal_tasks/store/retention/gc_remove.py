@@ -54,8 +54,7 @@ def _log_removal(store: Store, run: str, gone: Sequence[Removal]) -> None:
 def plan_run_removal(store: Store, name: str, older_than: float) -> Removal:
     """All files of a run, if nothing needs them.
 
-    Raises:
-        UserError: there is no such run, it may be running, or other runs refer to it.
+    Raises UserError: there is no such run, it may be running, or other runs refer to it.
     """
     check_name(name)
     begun = store.exists(paths.run_tombstone(name))  # a removal that was interrupted
@@ -69,11 +68,7 @@ def plan_run_removal(store: Store, name: str, older_than: float) -> Removal:
 
 
 def remove_run(store: Store, item: Removal, older_than: float) -> None:
-    """Remove a run. Its tombstone and its log stay.
-
-    Raises:
-        UserError: it is needed by now; nothing is removed then.
-    """
+    """Remove a run. Its tombstone and its log stay. Raises UserError: it is needed by now; nothing is removed then."""
     path = paths.run_tombstone(item.run)
     interrupted_removals = store.exists(path)
     write_tombstone(store, path, "run", item.run, item.bytes, item.why)
