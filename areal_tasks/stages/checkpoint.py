@@ -65,7 +65,8 @@ class Checkpoints:
         One that is due is begun; one of this version is waited for if it is `needed`. The `last` iteration of a run
         waits for one that is under way, or else for one that is due.
         """
-        held, since = _newest(context.previous)
+        before = context.previous
+        held, since = (before.checkpoint, since_checkpoint(before)) if before else (None, 0.0)
         if isinstance(context.recipe, EvaluateRecipe):
             return held, since
         train = built["train"].manifest
@@ -111,11 +112,6 @@ class Checkpoints:
         """Nothing is lost but time at a restart: tables suffice to retrain. The next iteration tries again."""
         self.under_way = None
         log.warning("no checkpoint of version %d: %s", version, error)
-
-
-def _newest(commit: IterationCommit | None) -> tuple[WeightsRef | None, float]:
-    """The checkpoint that a commit names, and the seconds of training since."""
-    return (commit.checkpoint, since_checkpoint(commit)) if commit else (None, 0.0)
 
 
 def since_checkpoint(commit: IterationCommit) -> float:

@@ -24,7 +24,7 @@ from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.losses import recover
 from areal_tasks.rollout.made_with import ENGINE_FIELDS, made_with
-from areal_tasks.rollout.orders import Begin, Ended
+from areal_tasks.rollout.orders import Begin
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
@@ -112,7 +112,10 @@ class Generation:
 
         with reported(f"rollout {context.iteration}", "samples", count):
             parts = self._servers.call(rollouts.take(prefix), generates=rollouts.client)
-        check_verdicts(rollouts.judged, context.recipe)
+        recipe, judged = context.recipe, rollouts.judged
+        assert isinstance(recipe, RlhfRecipe)
+        if judges_groups(recipe, recipe.rollout):  # of rejected groups too; else the stage `verify` checks them
+            check_failures([one for group in list(judged) for one in judged.pop(group).verdicts], recipe.reward)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
         return Output(tables, sizes | rollouts.rejections.metrics())
@@ -145,9 +148,8 @@ class Generation:
 
     def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
-        if self._rollouts is None:
-            return
-        self._servers.workers.end(self._rollouts)
+        if self._rollouts is not None:
+            self._servers.workers.end(self._rollouts)
 
     def recipes_have_changed(self, first: int) -> None:
         """Apply the changed recipes of the iterations from `first` on. No iteration may be taking groups."""
@@ -226,12 +228,11 @@ def rollouts_of(
 def order_of(
     context: Context, client: InferenceClient, prompts: TableRef, made_with: str, evaluates: bool = False
 ) -> Callable[[], Begin]:
-    """Makes the first order for a rollout worker, which generates on the servers of `client`."""
+    """Makes the first order for a rollout worker, which generates on the servers of `client` that may then do so."""
     engines, recipe = context.engines, context.recipe
     detokenizer = engines.ends.detokenizer
 
     def order() -> Begin:
-        """The first order with the servers that may generate now."""
         assert engines.initial is not None, "there are servers"
         return Begin(
             recipe=recipe.model_dump(mode="json"),
@@ -258,16 +259,6 @@ def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
         return parts[0]
     table = TableRef(name=parts[0].name, digest="", shards=tuple(shard for part in parts for shard in part.shards))
     return table.model_copy(update={"digest": content_digest(read_table(store, table))})
-
-
-def check_verdicts(judged: dict[int, Ended], recipe: Recipe) -> None:
-    """UserError if too many samples since the last iteration, of rejected groups too, could not be verified.
-
-    Verdicts that decide nothing about a group are left to the stage `verify`.
-    """
-    assert isinstance(recipe, RlhfRecipe)
-    if judges_groups(recipe, recipe.rollout):
-        check_failures([one for group in list(judged) for one in judged.pop(group).verdicts], recipe.reward)
 
 
 def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:

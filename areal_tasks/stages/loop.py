@@ -25,7 +25,7 @@ from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly
 from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
-from areal_tasks.stages.stage import Context, Kind, Stage
+from areal_tasks.stages.stage import Context, Kind, Stage, demonstrations
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
@@ -342,13 +342,12 @@ class Loop:
         """Commit the iteration, which makes it part of the run's history."""
         weights = self._new_weights(context, built)
         checkpoint, seconds = self._checkpoint(context, built)
-        segment = self.run.segment_at(context.iteration).n
         commit = IterationCommit(
             run=self.run.name,
             iteration=context.iteration,
             attempt=new_attempt(),
             previous=context.previous_digest,
-            segment=segment,
+            segment=self.run.segment_at(context.iteration).n,
             stages=tuple(result.ref for result in built.values()),
             weights=weights,
             checkpoint=checkpoint,
@@ -364,7 +363,11 @@ class Loop:
 
         Also how metrics and weights that were retrained during the iteration compare with the committed ones.
         """
-        found = context.state_after() | {"train_seconds_since_checkpoint": seconds}
+        if context.generation is not None:
+            found = context.generation.state()
+        else:
+            found = {"next_group": context.next_group + demonstrations(context.recipe)}
+        found["train_seconds_since_checkpoint"] = seconds
         if (retrained := self.engines.actor.take_retrained()) is not None:
             found["replayed"] = asdict(retrained)
         if (k := self._overlap.evaluating) is not None:

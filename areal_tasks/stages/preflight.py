@@ -94,7 +94,10 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     stored = read_stored_run(store, name) if name else StoredRun(store, name)
     origin = origin or stored.fork
     if origin is not None and origin.kind == "fork":
-        recipe = _forked(recipe, stored, origin)
+        parent = load_run(store, origin.parent)
+        if stored.record is None:
+            check_forkable(parent, origin.iteration)
+        recipe = inherit_model(parent, origin.iteration, recipe)
     elif isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
         first, recipe = warm_start(recipe, name)
     recipe, kept = stored.recipe_to_continue(recipe)
@@ -106,13 +109,6 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     if not isinstance(recipe, SftRecipe):
         check_module(recipe.reward.verifier)
     return Checked(recipe, kept, stored, origin)
-
-
-def _forked(recipe: Recipe, stored: StoredRun, origin: Origin) -> Recipe:
-    parent = load_run(stored.store, origin.parent)
-    if stored.record is None:
-        check_forkable(parent, origin.iteration)
-    return inherit_model(parent, origin.iteration, recipe)
 
 
 def _check_sources(recipe: Recipe, store: Store, own_model: bool) -> None:

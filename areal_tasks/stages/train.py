@@ -53,13 +53,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Train the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
     # one that has made this step already, if its answer was lost, repeats that answer
     trainer = context.engines.actor.at(context.iteration, context.iteration + 1)
-    with reported(f"train {context.iteration}", "samples", trainer.work):
-        done = trainer.run(_command(context, inputs, prefix), Trained)
-    return Output(done.tables, done.metrics)
-
-
-def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
-    return Train(
+    command = Train(
         owner=context.run.owner,
         version=context.iteration,
         digest=inputs.key,
@@ -70,6 +64,9 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
         prefix=prefix,
         same_attempt=same_attempt(context),
     )
+    with reported(f"train {context.iteration}", "samples", trainer.work):
+        done = trainer.run(command, Trained)
+    return Output(done.tables, done.metrics)
 
 
 def same_attempt(context: Context) -> bool:
