@@ -94,7 +94,9 @@ def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
 
 def _choose_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) -> ChosenSamples:
     """One of each choice in turn, until there are `count`; a sample chosen twice has two reasons."""
-    chosen = [_keys(connection, table, source, round(count * share)) for share, source in _CHOICES.values()]
+    select = f"WITH c AS ({_CANDIDATES[table]}) SELECT iteration, version, sample_id FROM"
+    queries = [f"{select} {source} LIMIT {round(count * share)}" for share, source in _CHOICES.values()]
+    chosen = [[Key(table, *row) for row in connection.execute(query).fetchall()] for query in queries]
     found: ChosenSamples = {}
     for turn in zip_longest(*chosen):
         for choice, key in zip(_CHOICES, turn, strict=True):
@@ -103,11 +105,6 @@ def _choose_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) 
             elif key is not None and key not in found and len(found) < count:
                 found[key] = [choice]
     return found
-
-
-def _keys(connection: duckdb.DuckDBPyConnection, table: str, source: str, limit: int) -> list[Key]:
-    query = f"WITH c AS ({_CANDIDATES[table]}) SELECT iteration, version, sample_id FROM {source} LIMIT {limit}"
-    return [Key(table, *row) for row in connection.execute(query).fetchall()]
 
 
 Row = dict[str, Any]
@@ -199,19 +196,15 @@ def encode_sample(key: Key, row: Mapping[str, Any], why: Sequence[str]) -> dict[
 def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     """Ids of all tokens, [start, length] of each generated stretch, and columns over the generated tokens alone."""
     ids, mask = row["input_ids"], row["loss_mask"]
-    kept = _kept(len(ids), MAX_TOKENS)
+    kept = [*range(len(ids))]
+    if len(ids) > MAX_TOKENS:
+        kept = [*range(MAX_TOKENS * 3 // 4), *range(len(ids) - MAX_TOKENS // 4, len(ids))]
     mask = [mask[i] for i in kept]
     generated = [i for i, own in zip(kept, mask, strict=True) if own]
     there = {short: row[name] for name, short in _PER_TOKEN.items() if row.get(name) is not None}
     columns = {short: encode_column([values[i] for i in generated]) for short, values in there.items()}
     left_out = {"cut": [MAX_TOKENS * 3 // 4, len(ids) - MAX_TOKENS]} if len(ids) > MAX_TOKENS else {}
     return {"ids": [ids[i] for i in kept], "own": runs_of_true(mask), **columns, **left_out}
-
-
-def _kept(length: int, most: int) -> list[int]:
-    if length <= most:
-        return list(range(length))
-    return [*range(most * 3 // 4), *range(length - most // 4, length)]
 
 
 def runs_of_true(mask: Sequence[bool]) -> list[list[int]]:

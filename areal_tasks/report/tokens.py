@@ -17,6 +17,10 @@ Name = Callable[[int], str | None]
 
 _BROKEN: Final = "\ufffd"  # what decoders give for a part of a character
 _FAST: Final = "tokenizer.json"
+_VISIBLE: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN: Final = [byte for byte in range(256) if byte not in _VISIBLE]
+#: The byte of each character of GPT-2's alphabet: visible Latin-1 as it is, other bytes from 256 on.
+_BYTES: Final = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
 def vocabulary(run: Run, ids: Iterable[int]) -> tuple[dict[int, str], str]:
@@ -38,16 +42,6 @@ def bytes_of(name: str) -> str:
     """A token's name in GPT-2's alphabet of bytes as `<0xF0><0x9F>`; other names unchanged."""
     numbers = [_BYTES.get(character) for character in name]
     return name if None in numbers else "".join(f"<0x{number:02X}>" for number in numbers)
-
-
-def _alphabet() -> dict[str, int]:
-    """The byte of each character of GPT-2's alphabet: visible Latin-1 as it is, other bytes from 256 on."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES: Final = _alphabet()
 
 
 def _added(decode: Decode, known: list[int]) -> dict[int, str]:
