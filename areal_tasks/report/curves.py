@@ -30,7 +30,6 @@ class Series:
     high: Numbers | None = None
 
     def payload(self) -> dict[str, Any]:
-        """The line as JSON values of the page."""
         band = {} if self.low is None or self.high is None else {"lo": rounded(self.low), "hi": rounded(self.high)}
         return {"name": self.name, "x": rounded(self.x), "y": rounded(self.y), **band}
 

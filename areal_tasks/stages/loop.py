@@ -81,7 +81,6 @@ class Loop:
         return 0 if self.head is None else self.head.iteration + 1
 
     def plan(self, k: int) -> Plan:
-        """The graph of iteration `k`."""
         return iteration_plan(self.recipe_at(k), k)
 
     def recipe_at(self, k: int) -> Recipe:

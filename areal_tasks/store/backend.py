@@ -34,8 +34,6 @@ class Unavailable(StoreError):
 
 
 class Missing(StoreError):
-    """There is no object under this path."""
-
     def __init__(self, where: str) -> None:
         self.where = where
         super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store)?")
@@ -129,7 +127,6 @@ class Store(ABC):
         """`path` as messages name it."""
 
     def put(self, path: str, data: bytes) -> None:
-        """As `put_pieces`."""
         self.put_pieces(path, [data])
 
     def exists(self, path: str) -> bool:

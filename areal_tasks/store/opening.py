@@ -49,7 +49,6 @@ class StoredRun:
 
     @property
     def fork(self) -> Origin | None:
-        """The origin of an existing fork."""
         return origin_of(self.record) if self.record and self.record.kind == "fork" else None
 
     @property

@@ -17,11 +17,10 @@ import pyarrow as pa
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.objects.scanned_files import DamagedCopy
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.scan import LazyDataset, derived_dataset, table_dataset
+from areal_tasks.store.scan import DamagedCopy, LazyDataset, derived_dataset, table_dataset
 from areal_tasks.store.system import system_table
 from schemas.errors import UserError
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
@@ -179,7 +178,6 @@ class RunViews:
 
     @property
     def names(self) -> list[str]:
-        """The names of all views."""
         return sorted({*self.lazies, *(view.name for view in self.views)})
 
     def define(self, unused: Set[str]) -> None:

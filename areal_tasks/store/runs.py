@@ -74,8 +74,6 @@ class HeadMoved(StoreError):
 
 @dataclass(frozen=True)
 class CommittedStage:
-    """A committed stage, and the reference to it."""
-
     manifest: StageManifest
     ref: StageRef
 

@@ -72,7 +72,6 @@ def read_file(name: str, path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def schema_of(name: str, columns: Sequence[str]) -> pa.Schema:
-    """The schema of these columns of a table."""
     return pa.schema([TABLES[name].field(column) for column in columns])
 
 

@@ -55,7 +55,6 @@ class SystemLog:
             self._unanswered, self._written = None, n
 
     def _encoded(self, n: int) -> tuple[bytes, bytes]:
-        """The rows as a shard, and its record."""
         began, owner, table = now(), self.run.owner, pa.Table.from_pylist(self._rows, schema=SYSTEM)
         data, self._rows = encode(table), []
         shard = shard_ref(paths.system(self.run.name, owner, n, "parquet"), data, table)

@@ -188,7 +188,6 @@ def read_tags(store: Store, run: str) -> list[Tag]:
 
 
 def find_tag(store: Store, run: str, name: str) -> Tag | None:
-    """The tag of this name; None if there is none."""
     return find_record(store, paths.tag(run, name), Tag)
 
 

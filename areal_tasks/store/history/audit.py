@@ -24,7 +24,6 @@ from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
 from schemas.manifest import (
     ChangeRecord,
-    InputRef,
     IterationCommit,
     NodeRecord,
     OwnerRecord,
@@ -123,7 +122,10 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
 
 
 def _stages(found: Findings, named: Reached[StageRef]) -> dict[str, StageManifest]:
-    """Check every stage manifest that a commit names and queue its shards; returns the valid ones by path."""
+    """Check every stage manifest that a commit names, and that its inputs exist and have the content that it read.
+
+    Queues the shards of these stages; returns the valid manifests by path.
+    """
     read = parallel(lambda item: _stage(found, *item), list(named.values()))
     manifests = {path: m for path, m in zip(named, read, strict=True) if m is not None}
     for path, manifest in manifests.items():
@@ -136,7 +138,11 @@ def _stages(found: Findings, named: Reached[StageRef]) -> dict[str, StageManifes
         for table in manifest.tables.values():
             found.add_table(path, table)
         for source in manifest.inputs:
-            _input(found, path, source, manifests, named)
+            read_from = manifests.get(source.path)
+            if read_from is None and source.path not in named:  # a replay reads what only its parent names
+                read_from = found.record(source.path, StageManifest)
+            if read_from is not None and read_from.digest != source.digest:
+                found.report(source.path, f"replaced: {path} read other content from it", found.names[path])
     return manifests
 
 
@@ -147,21 +153,6 @@ def _stage(found: Findings, ref: StageRef, commit: IterationCommit) -> StageMani
     if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
         found.report(ref.path, f"is not the result that {by} names", affects)
     return manifest
-
-
-def _input(
-    found: Findings,
-    path: str,
-    source: InputRef,
-    manifests: dict[str, StageManifest],
-    named: Reached[StageRef],
-) -> None:
-    """Check that a stage's input exists and has the content that the stage read."""
-    read = manifests.get(source.path)
-    if read is None and source.path not in named:  # a replay reads parent stages that its own commits do not name
-        read = found.record(source.path, StageManifest)
-    if read is not None and read.digest != source.digest:
-        found.report(source.path, f"replaced: {path} read other content from it", found.names[path])
 
 
 # ── weights and checkpoints ─────────────────────────────────────────────────────────────────────────────────────────

@@ -123,7 +123,6 @@ class Findings:
             self.queue.append(lambda: self.attempt(file.path, affects, check))
 
     def check_queued(self) -> None:
-        """Make all queued checks."""
         self.progress(0, self.total)
         parallel(lambda job: job(), self.queue, threads=8)
 

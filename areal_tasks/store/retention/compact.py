@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -127,19 +127,16 @@ def _filled(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _write_file(store: Store, path: str, table: pa.Table) -> CompactFile:
-    data = encode(table, **_layout(table))
+    """Unlike a shard, a merged file has large row groups for scans, and dictionaries of texts that repeat."""
+    row_bytes = table.nbytes // max(len(table), 1) + 1
+    data = encode(
+        table,
+        row_group_size=max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
+        use_dictionary=[name for name in table.column_names if name in REPEATED] or False,
+        write_statistics=[f.name for f in table.schema if pa.types.is_integer(f.type)],
+    )
     store.put(path, data)
     return CompactFile(path=path, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), rows=len(table))
-
-
-def _layout(table: pa.Table) -> dict[str, Any]:
-    """How a merged table differs from a shard: large row groups for scans, dictionaries of texts that repeat."""
-    row_bytes = table.nbytes // max(len(table), 1) + 1
-    return {
-        "row_group_size": max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
-        "use_dictionary": [name for name in table.column_names if name in REPEATED] or False,
-        "write_statistics": [f.name for f in table.schema if pa.types.is_integer(f.type)],
-    }
 
 
 def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
