@@ -112,21 +112,14 @@ def _fit(payload: Payload, max_bytes: int) -> None:
             "raise --max-mb, or report fewer runs."
         )
     for run, samples, texts in everything:
-        run["samples"], run["vocabulary"] = fitting(samples, texts, left // len(everything))
-
-
-def fitting(samples: Sequence[Payload], texts: dict[int, str], room: int) -> tuple[list[Payload], dict[int, str]]:
-    """The first samples, as many as fit into `room` bytes together with the texts of their tokens, and these texts."""
-    kept: list[Payload] = []
-    known: dict[int, str] = {}
-    for sample in samples:
-        new = {i: texts[i] for i in set(sample["tokens"]["ids"]) - known.keys() if i in texts}
-        room -= _bytes_of(sample) + _bytes_of(new) + 2
-        if room < 0:
-            break
-        kept.append(sample)
-        known |= new
-    return kept, known
+        room = left // len(everything)
+        for sample in samples:
+            new = {i: texts[i] for i in set(sample["tokens"]["ids"]) - run["vocabulary"].keys() if i in texts}
+            room -= _bytes_of(sample) + _bytes_of(new) + 2
+            if room < 0:
+                break
+            run["samples"].append(sample)
+            run["vocabulary"] |= new
 
 
 def _bytes_of(value: Any) -> int:

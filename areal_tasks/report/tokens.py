@@ -34,7 +34,13 @@ def vocabulary(run: Run, ids: Iterable[int]) -> tuple[dict[int, str], str]:
 
 def texts_of(decode: Decode, name: Name, ids: Iterable[int]) -> dict[int, str]:
     """The text that each token adds; for a part of a character, its bytes as `<0xF0>`."""
-    texts = _added(decode, sorted(set(ids)))
+    known = sorted(set(ids))
+    anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
+    if anchor is None:
+        texts = {i: decode([i]) for i in known}
+    else:  # what each adds after another one, since decoders drop a leading space
+        before = decode([anchor])
+        texts = {i: decode([anchor, i]).removeprefix(before) for i in known}
     return {i: bytes_of(name(i) or text) if _BROKEN in text else text for i, text in texts.items()}
 
 
@@ -42,15 +48,6 @@ def bytes_of(name: str) -> str:
     """A token's name in GPT-2's alphabet of bytes as `<0xF0><0x9F>`; other names unchanged."""
     numbers = [_BYTES.get(character) for character in name]
     return name if None in numbers else "".join(f"<0x{number:02X}>" for number in numbers)
-
-
-def _added(decode: Decode, known: list[int]) -> dict[int, str]:
-    """What each token adds after another one: decoders drop a leading space."""
-    anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
-    if anchor is None:
-        return {i: decode([i]) for i in known}
-    before = decode([anchor])
-    return {i: decode([anchor, i]).removeprefix(before) for i in known}
 
 
 def load_tokenizer(run: Run, scratch: Path) -> tuple[Decode, Name]:
@@ -62,21 +59,12 @@ def load_tokenizer(run: Run, scratch: Path) -> tuple[Decode, Name]:
     if initial is None:
         raise UserError("it has no initial weights")
     folder = models.describing_files(run.store, published_weights(run.store, run.read_stage(initial)), scratch)
-    return _fast(folder / _FAST) if (folder / _FAST).is_file() else _slow(folder)
+    if (folder / _FAST).is_file():
+        from tokenizers import Tokenizer  # takes milliseconds, and no torch
 
-
-def _fast(path: Path) -> tuple[Decode, Name]:
-    """From `tokenizer.json`, in milliseconds and without torch."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), tokenizer.id_to_token
-
-
-def _slow(folder: Path) -> tuple[Decode, Name]:
-    """With transformers, which reads the older formats."""
-    tokenizer = models.load_tokenizer(folder)
-    return (
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        lambda i: str(tokenizer.convert_ids_to_tokens(i)),
-    )
+        tokenizer = Tokenizer.from_buffer((folder / _FAST).read_bytes())
+        name = tokenizer.id_to_token
+    else:  # an older format, which transformers reads
+        tokenizer = models.load_tokenizer(folder)
+        name = tokenizer.convert_ids_to_tokens
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), name

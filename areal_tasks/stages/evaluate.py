@@ -65,7 +65,9 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     if source:
         samples = read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)  # without verdicts
     else:
-        samples = generated_samples(context, inputs, label)
+        servers = context.engines.servers
+        with held_server(servers, context.held) if context.held else nullcontext(servers.inference()) as client:
+            samples = generated_by(client, context, inputs, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
@@ -83,15 +85,11 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     return Output({"evaluate": table}, {**accuracy, **sizes, **shares, **dropped}, also_read)
 
 
-def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """Completions of the held-out prompts by the weights that are evaluated, as a `ROLLOUT` table."""
-    servers = context.engines.servers
-    with held_server(servers, context.held) if context.held else nullcontext(servers.inference()) as client:
-        return generated_by(client, context, inputs, label)
-
-
 def generated_by(client: InferenceClient, context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """The same by the servers of this client, which hold these weights: a rollout worker has them generate."""
+    """Completions of the held-out prompts, as a `ROLLOUT` table: a rollout worker has the client's servers generate.
+
+    They hold the weights that are evaluated.
+    """
     servers, rollouts, version = context.engines.servers, evaluation(client, context, inputs), context.weights.version
     tracker, size, samples = rollouts.tracker, rollouts.limits.group_size, ROLLOUT.empty_table()
     wanted = tracker.rule.capacity(version, tracker.rule.last)

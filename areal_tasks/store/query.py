@@ -8,7 +8,7 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Final, Self, TypeVar
 
@@ -20,7 +20,7 @@ from areal_tasks.store.catalog import DERIVED, Catalog
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.scan import DamagedCopy, LazyDataset, derived_dataset, table_dataset
+from areal_tasks.store.scan import DamagedCopy, derived_dataset, table_dataset
 from areal_tasks.store.system import system_table
 from schemas.errors import UserError
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
@@ -167,7 +167,11 @@ class RunViews:
         self.schema = schema
         self.tables_by_view = tables_by_view(catalog)
         self.views = _views(self.tables_by_view.keys())
-        self.lazies = _datasets(catalog, self.tables_by_view)
+        # they must not refer to the connection, which would then never be freed
+        lazies = {name: table_dataset(catalog, table) for name, table in self.tables_by_view.items()}
+        lazies |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
+        lazies |= {name: derived_dataset(kind, partial(rows, catalog)) for name, (kind, rows) in _OF_RECORDS.items()}
+        self.lazies = lazies  # the data sets that SQL scans, by name
         self.defined: dict[str, str] = {}
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
         connection.execute(f"SET schema = '{schema}'")
@@ -205,14 +209,6 @@ class RunViews:
         else:
             columns = f"'{self.catalog.run.name}' AS run, *" + (" RENAME (run AS made_by)" if view in _MADE_BY else "")
         return f"SELECT {columns} FROM {self.schema}.{view}"
-
-
-def _datasets(catalog: Catalog, tables_by_view: Mapping[str, str]) -> dict[str, LazyDataset]:
-    """The data sets that SQL scans, by name. They must not refer to the connection, which would then never be freed."""
-    made = {name: table_dataset(catalog, table) for name, table in tables_by_view.items()}
-    made |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
-    made |= {name: derived_dataset(schema, partial(rows, catalog)) for name, (schema, rows) in _OF_RECORDS.items()}
-    return made
 
 
 def tables_by_view(catalog: Catalog) -> dict[str, str]:

@@ -82,16 +82,13 @@ def plan_removals(store: Store, rule: RetentionRule, *only: str) -> list[Removal
     for name in only:
         if name not in runs:
             raise no_run(store, name)
-    named, needed = selected_weights(runs.values()), needed_weights(runs.values())
-    return [item for name in only or runs for item in _of_run(runs[name], named, needed, rule)]
-
-
-def _of_run(run: RunFiles, named: set[str], needed: set[str], rule: RetentionRule) -> Iterator[Removal]:
-    yield from _unselected(run, named, rule)
-    yield from _spooled(run, rule)
-    yield from _temporary(run, rule)
-    yield from _compactions(run, rule)
-    yield from _retired(run, needed, named, rule)
+    # the manifests of weights and checkpoints that any commit, or any stage `initialise`, names
+    named = {path for run in runs.values() for path in (*reachable(run.commits, WeightsRef), *run.initial)}
+    needed, found = needed_weights(runs.values()), list[Removal]()
+    for run in (runs[name] for name in only or runs):
+        found += [*_unselected(run, named, rule), *_spooled(run, rule), *_temporary(run, rule)]
+        found += [*_compactions(run, rule), *_retired(run, needed, named, rule)]
+    return found
 
 
 def _item(run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: int | None = None) -> Removal:
@@ -332,11 +329,6 @@ def read_all_run_files(store: Store) -> dict[str, RunFiles]:
     return {name: read_run_files(store, name, now) for name in run_names(store)}
 
 
-def selected_weights(runs: Iterable[RunFiles]) -> set[str]:
-    """The manifests of weights and checkpoints that any commit, or any stage `initialise`, names."""
-    return {path for run in runs for path in (*reachable(run.commits, WeightsRef), *run.initial)}
-
-
 def needed_weights(runs: Collection[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints of these runs that no retention rule may touch.
 
@@ -357,17 +349,14 @@ def needed_weights(runs: Collection[RunFiles]) -> set[str]:
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
     """The weights and the checkpoint that a start after the last of `commits` loads, and those it has to evaluate."""
+    if not commits:
+        return set()
     made = [ref for commit in commits for ref in (commit.published, commit.weights) if ref is not None and ref.written]
-    last = [ref for commit in commits[-1:] for ref in commit.stored]
-    return {ref.path for ref in (*made[-1:], *last, *_evaluating(commits))}
-
-
-def _evaluating(commits: Sequence[IterationCommit]) -> list[WeightsRef]:
-    """The stored weights whose evaluation had not ended at the last of `commits`."""
-    if not commits or (k := pending_evaluation(commits[-1])) is None:
-        return []
-    around = [commit for commit in commits if commit.iteration in (k - 1, k)]
-    return [ref for commit in around for ref in commit.stored if ref.version == k]
+    loaded = [*made[-1:], *commits[-1].stored]
+    if (k := pending_evaluation(commits[-1])) is not None:
+        around = [commit for commit in commits if commit.iteration in (k - 1, k)]
+        loaded += [ref for commit in around for ref in commit.stored if ref.version == k]
+    return {ref.path for ref in loaded}
 
 
 def _referred(run: RunFiles, reference: Reference) -> set[str]:
