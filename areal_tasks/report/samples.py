@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 import duckdb
+import numpy as np
 
 from areal_tasks.report.curves import number, tables_of
 from areal_tasks.store.query import Session
@@ -209,13 +210,8 @@ def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def runs_of_true(mask: Sequence[bool]) -> list[list[int]]:
     """[start, length] of each run of True."""
-    found: list[list[int]] = []
-    for i, own in enumerate(mask):
-        if own and found and sum(found[-1]) == i:
-            found[-1][1] += 1
-        elif own:
-            found.append([i, 1])
-    return found
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))
+    return [[start, stop - start] for start, stop in edges.reshape(-1, 2).tolist()]
 
 
 def encode_column(values: Sequence[float]) -> list[float | None]:

@@ -110,10 +110,8 @@ def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> li
     `drop_group` also drops all other samples of their groups (`group`).
     """
     failed = np.isnan(verdicts["reward"].to_numpy())
-    kinds = verdicts["verdict"].to_pylist()
-    reasons = [kinds[i] if failed[i] else "" for i in range(len(kinds))]
+    reasons = np.where(failed, verdicts["verdict"].to_pylist(), "")
     if reward.on_unverified == "drop_group":
         groups = rollout["group_id"].to_numpy()
-        others = np.isin(groups, groups[failed]) & ~failed
-        reasons = ["group" if others[i] else reasons[i] for i in range(len(reasons))]
-    return reasons
+        reasons = np.where(np.isin(groups, groups[failed]) & ~failed, "group", reasons)
+    return [str(reason) for reason in reasons]

@@ -183,10 +183,7 @@ def _with_later(file: pq.ParquetFile, names: Sequence[str]) -> pa.Table:
 def all_false(lists: pa.ChunkedArray) -> pa.ListArray:
     """For each list, a list of False of the same length."""
     whole = lists.combine_chunks()
-    offsets = pc.cumulative_sum(
-        pa.concat_arrays([pa.array([0], pa.int32()), pc.list_value_length(whole).cast(pa.int32())])
-    )
-    return pa.ListArray.from_arrays(offsets, pa.array(np.zeros(offsets[-1].as_py(), dtype=bool)))
+    return pa.ListArray.from_arrays(whole.offsets, pa.array(np.zeros(len(whole.values), dtype=bool)))
 
 
 # ── content digests ───────────────────────────────────────────────────────────────────────────────────────────────────
