@@ -87,17 +87,16 @@ def _parts(region: Region) -> Iterable[Region]:
 
 def _rows(catalog: Catalog, name: str, parts: Sequence[Region], shards: Sequence[pa.Table]) -> Iterator[pa.Table]:
     """The rows of a table in each of `parts`, every byte verified; `shards` lists all shards of each."""
-    for part, its_shards in zip(parts, shards, strict=True):
-        merged = catalog.merged(part, name)
-        yield from _plain_rows(catalog.run.store, name, its_shards) if merged is None else merged
-
-
-def _plain_rows(store: Store, name: str, shards_of_all: pa.Table) -> Iterator[pa.Table]:
-    schema, shards = compact_schema(name), shard_refs(shards_of_all.filter(ds.field("table_name") == name))
+    store, schema = catalog.run.store, compact_schema(name)
     threads = _AT_ONCE if store.local("") is None else 2  # local reads gain nothing from more
-    for start in range(0, len(shards), _AT_ONCE):
-        some = shards[start : start + _AT_ONCE]
-        yield pa.concat_tables(parallel(lambda found: _shard_rows(store, *found, schema), some, threads))
+    for part, its_shards in zip(parts, shards, strict=True):
+        if (merged := catalog.merged(part, name)) is not None:
+            yield from merged
+            continue
+        plain = shard_refs(its_shards.filter(ds.field("table_name") == name))
+        for start in range(0, len(plain), _AT_ONCE):
+            some = plain[start : start + _AT_ONCE]
+            yield pa.concat_tables(parallel(lambda found: _shard_rows(store, *found, schema), some, threads))
 
 
 def _shard_rows(store: Store, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
