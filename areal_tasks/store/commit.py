@@ -63,13 +63,15 @@ def append_record(store: Store, path: Callable[[int], str], n: int, make: Callab
     return record
 
 
-def read_record(store: Store, path: str, model: type[R]) -> R:
-    """The record at `path`.
+def read_record(store: Store, path: str, model: type[R], sha256: str | None = None) -> R:
+    """The record at `path`; its bytes must have the SHA-256 that another record gives, if any.
 
     Raises:
         Missing: there is none.
         UserError: it is damaged, or was written by a newer version of this program.
     """
+    if sha256 is not None:
+        return decode(store, path, model, verified(store, path, sha256))
     return read_with_digest(store, path, model)[0]
 
 
@@ -96,11 +98,6 @@ def read_folder(store: Store, folder: str, model: type[R]) -> list[R]:
     """The records directly in `folder`, by name; a record that has just been created may be missing."""
     names = [name for name in store.children(folder) if name.endswith(".json")]
     return parallel(lambda name: read_record(store, f"{folder}/{name}", model), names)
-
-
-def read_verified(store: Store, path: str, sha256: str, model: type[R]) -> R:
-    """The record at `path`, whose bytes have the SHA-256 that another record gives; else a UserError naming it."""
-    return decode(store, path, model, verified(store, path, sha256))
 
 
 def verified(store: Store, path: str, sha256: str) -> bytes:

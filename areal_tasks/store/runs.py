@@ -22,7 +22,6 @@ from areal_tasks.store.commit import (
     last_number,
     new_attempt,
     read_record,
-    read_verified,
 )
 from areal_tasks.store.fork import (
     Origin,
@@ -210,7 +209,7 @@ class Run:
 
     def read_stage(self, ref: StageRef) -> StageManifest:
         """The stage manifest that a commit names, whose bytes are verified."""
-        return read_verified(self.store, ref.path, ref.sha256, StageManifest)
+        return read_record(self.store, ref.path, StageManifest, ref.sha256)
 
     def read_manifest(self, path: str) -> StageManifest:
         """The stage manifest at `path`, as the `inputs` of another manifest name it."""

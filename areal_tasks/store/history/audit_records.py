@@ -14,7 +14,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.commit import last_number, read_record, read_verified
+from areal_tasks.store.commit import last_number, read_record
 from areal_tasks.store.objects.inventory import check_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import content_digest, read_shard
@@ -77,9 +77,7 @@ class Findings:
 
     def record(self, path: str, model: type[R], sha256: str = "", affects: str = "") -> R | None:
         """The record at `path`; None, and a defect, if it is missing or damaged."""
-        if sha256:
-            return self.attempt(path, affects, lambda: read_verified(self.store, path, sha256, model))
-        return self.attempt(path, affects, lambda: read_record(self.store, path, model))
+        return self.attempt(path, affects, lambda: read_record(self.store, path, model, sha256 or None))
 
     def sequence(self, folder: str, path_of: Callable[[int], str], model: type[R], first: int) -> dict[int, R]:
         """The numbered records of `folder`; one that is missing before the last is a defect.

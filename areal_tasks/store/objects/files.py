@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_tasks.store.backend import Store, StoreError, damaged
-from areal_tasks.store.commit import commit_once, decode, read_verified
+from areal_tasks.store.commit import commit_once, decode, read_record
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.inventory import check_sha256, check_size
 from areal_tasks.store.objects.local import file_sha256
@@ -124,4 +124,4 @@ def weights_ref(store: Store, path: str) -> WeightsRef:
 
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
     """The manifest that `ref` names, whose bytes are verified."""
-    return read_verified(store, ref.path, ref.sha256, WeightsManifest)
+    return read_record(store, ref.path, WeightsManifest, ref.sha256)
