@@ -190,8 +190,10 @@ class Generation:
         self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
         rejected = recover(self.tracker, spool)
-        client, prompts = self._servers.inference(waits=False), inputs.ref("prompts")
-        rollouts = rollouts_of(context, client, prompts, self.tracker, recipe.rollout, spool)
+        client = self._servers.inference(waits=False)
+        order = order_of(context, client, inputs.ref("prompts"), self._made_with)
+        access, limits = context.engines.supervisor.access, recipe.rollout
+        rollouts = Rollouts(self.tracker, client, order, lambda url, flow: Link(url, access, flow), limits, spool)
         rollouts.held = self._held
         if context.iteration == self._first:  # else the metrics of a reused rollout may have counted them
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
@@ -209,20 +211,6 @@ class Generation:
 
 async def in_loop(action: Callable[[], None]) -> None:
     action()
-
-
-def rollouts_of(
-    context: Context,
-    client: InferenceClient,
-    prompts: TableRef,
-    tracker: GroupTracker,
-    limits: RolloutSettings,
-    spool: Spool,
-    evaluates: bool = False,
-) -> Rollouts:
-    """The groups of `tracker`, to be generated on the servers of `client` as the recipe of this iteration says."""
-    order, access = order_of(context, client, prompts, spool.made_with, evaluates), context.engines.supervisor.access
-    return Rollouts(tracker, client, order, lambda url, rollouts: Link(url, access, rollouts), limits, spool)
 
 
 def order_of(

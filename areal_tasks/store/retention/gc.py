@@ -98,7 +98,7 @@ def _item(run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str,
 def _abandoned(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
     """Whether no process can still be writing files that nothing selects."""
     newest = max(entry.modified for entry in files)
-    return _old(run, files, rule) and (newest < run.owner_since or not run.may_write)
+    return _old(run, files, rule) and (newest < run.owner_since or run.ended or run.now - run.newest >= IDLE_SECONDS)
 
 
 def _old(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
@@ -271,11 +271,6 @@ class RunFiles:
     def ended(self) -> bool:
         """Whether the log says that the last start of the flow has ended. A start that is killed logs nothing."""
         return end_of_start(self.store, self.name, self.owner) is not None
-
-    @cached_property
-    def may_write(self) -> bool:
-        """Whether the last start of the flow may still be writing."""
-        return not self.ended and self.now - self.newest < IDLE_SECONDS
 
     @cached_property
     def commits(self) -> list[IterationCommit]:
