@@ -46,14 +46,8 @@ _SHUFFLED: Final = "md5(sample_id || iteration::text || version::text)"
 #: Choice -> its share, and the ordered query of its samples. Among equal rewards the best are those whose group has a
 #: low mean, and the worst those of a high one; `random` takes one of each iteration before a second of any.
 _CHOICES: Final = {
-    "best": (
-        0.2,
-        f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward DESC, surprise DESC, {_SHUFFLED}",
-    ),
-    "worst": (
-        0.2,
-        f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward, surprise, {_SHUFFLED}",
-    ),
+    "best": (0.2, f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward DESC, surprise DESC, {_SHUFFLED}"),
+    "worst": (0.2, f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward, surprise, {_SHUFFLED}"),
     "latest": (0.15, "c ORDER BY iteration DESC, version DESC, group_id, sample_index"),
     "unjudged": (
         0.1,

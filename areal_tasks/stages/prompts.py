@@ -12,8 +12,6 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 
-NEEDS_TOKENIZER = columns("initial_weights", "sha256")
-
 
 def prompts(recipe: Recipe) -> Stage:
     """`prompts` (the training split) and, where something is evaluated, `eval_prompts` (the held-out split)."""
@@ -22,7 +20,7 @@ def prompts(recipe: Recipe) -> Stage:
         kind=Kind.PURE,
         version=1,
         run=run,
-        reads=NEEDS_TOKENIZER,
+        reads=columns("initial_weights", "sha256"),  # the tokenizer
         writes=tuple(splits(recipe)),
         fields=("data", "model.max_length", *_lengths(recipe)),
         once=True,

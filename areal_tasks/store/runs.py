@@ -96,11 +96,8 @@ class Run:
     @property
     def label(self) -> str:
         """The name; for a counterfactual replay also the run whose rollouts it has."""
-        return (
-            f"{self.name} (counterfactual: rollouts of {self.record.parent})"
-            if self.record.counterfactual
-            else self.name
-        )
+        kept = f" (counterfactual: rollouts of {self.record.parent})" if self.record.counterfactual else ""
+        return f"{self.name}{kept}"
 
     @property
     def first(self) -> int:
