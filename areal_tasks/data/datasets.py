@@ -77,11 +77,6 @@ def _where(data: Data, split: str) -> str:
 
 def _file_pairs(data: Data, split: str) -> Pairs:
     url, where = data.source.replace(SPLIT, split), _where(data, split)
-    content = _fetch(url, where)
-    return _FORMATS[PurePosixPath(url).suffix](content, data, where)
-
-
-def _fetch(url: str, where: str) -> bytes:
     try:
         with fsspec.open(url, "rb") as file:
             content: bytes = file.read()
@@ -92,7 +87,7 @@ def _fetch(url: str, where: str) -> bytes:
     except Exception as error:  # each object store has its own; the message names the URL
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{where} cannot be read: {cause}; check URL and credentials") from error
-    return content
+    return _FORMATS[PurePosixPath(url).suffix](content, data, where)
 
 
 def _jsonl(content: bytes, data: Data, where: str) -> Pairs:
@@ -168,13 +163,6 @@ def _text(row: Mapping[str, Any], column: str, place: str) -> str:
 
 
 def _hub_pairs(data: Data, split: str) -> Pairs:
-    where, rows = _where(data, split), _hub_rows(data, split)
-    _require_columns(rows.column_names, data, where)
-    for number, row in enumerate(rows.select_columns([data.prompt_column, data.answer_column]), 1):
-        yield _pair(row, data, f"{where} row {number}")
-
-
-def _hub_rows(data: Data, split: str) -> Any:
     where = _where(data, split)
     try:
         import datasets  # optional, and slow to import
@@ -184,12 +172,15 @@ def _hub_rows(data: Data, split: str) -> Any:
             "pip install 'arealflow[datasets]', or name a .jsonl or .parquet file"
         ) from None
     try:
-        return datasets.load_dataset(data.source, data.subset or None, split=split)
+        rows = datasets.load_dataset(data.source, data.subset or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{where} cannot be loaded: {error}. Check data.source, data.subset and the splits' names, and that the "
             "network reaches the hub; a file (.jsonl, .json, .parquet) needs no hub"
         ) from error
+    _require_columns(rows.column_names, data, where)
+    for number, row in enumerate(rows.select_columns([data.prompt_column, data.answer_column]), 1):
+        yield _pair(row, data, f"{where} row {number}")
 
 
 # ── sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -187,17 +187,16 @@ def replay_segments(original: Run, origin: Origin, name: str, changes: Sequence[
             f"Run {original.name!r} has committed {committed} iterations: replay it at 0 to {committed - 1}, "
             f"not at {origin.iteration}."
         )
-    runs = groupby(range(origin.iteration, committed), lambda k: original.segment_at(k).attempt)
-    return [_changed(original, origin, next(iterations), changes) for _, iterations in runs]
-
-
-def _changed(original: Run, origin: Origin, first: int, changes: Sequence[str]) -> tuple[int, Recipe]:
-    there = parse_recipe(original.recipe_at(first), original.name)
-    lifts = origin.counterfactual and isinstance(there, RlhfRecipe)
-    lifted = [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if lifts else []
-    recipe = parse_recipe(apply_overrides(parent_values(original, first), lifted), original.name, changes)
-    _check_replay(original, origin, there, recipe)
-    return first, recipe
+    found = list[tuple[int, Recipe]]()
+    same = groupby(range(origin.iteration, committed), lambda k: original.segment_at(k).attempt)
+    for first in (next(iterations) for _, iterations in same):
+        there = parse_recipe(original.recipe_at(first), original.name)
+        lifts = origin.counterfactual and isinstance(there, RlhfRecipe)
+        lifted = [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if lifts else []
+        recipe = parse_recipe(apply_overrides(parent_values(original, first), lifted), original.name, changes)
+        _check_replay(original, origin, there, recipe)
+        found.append((first, recipe))
+    return found
 
 
 def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -> None:

@@ -42,7 +42,8 @@ class Session:
         several = several or len(names) > 1
         if not names or len(set(names)) < len(names):
             raise UserError(f"Name one run or several, each once; given: {', '.join(names) or 'none'}.")
-        catalogs = parallel(lambda name: _opened(store, name, compacted), names)
+        catalogs = parallel(lambda name: Catalog(load_run(store, name), compacted), names)
+        parallel(lambda catalog: catalog.stages_of, catalogs)  # read here, in parallel for several runs
         self.connection = duckdb.connect(
             config={"enable_external_access": "false", "autoload_known_extensions": "false"}
         )
@@ -111,13 +112,6 @@ class Session:
         names = sorted({name for run in self.runs for name in run.names})
         runs = " and ".join(repr(run.catalog.run.name) for run in self.runs)
         return UserError(f"{error}\nViews of run {runs}: {', '.join(names)}.")
-
-
-def _opened(store: Store, name: str, compacted: bool) -> Catalog:
-    """A run's catalog that has read which tables there are."""
-    catalog = Catalog(load_run(store, name), compacted)
-    assert catalog.stages_of is not None  # read here, in parallel for several runs
-    return catalog
 
 
 def run_sql(store: Store, run: str, query: str) -> pa.Table:

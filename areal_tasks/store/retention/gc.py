@@ -153,7 +153,9 @@ def _spooled(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
     starts = _by_folder(folder for folder in run.attempts if folder.startswith(f"{paths.spool(run.name)}/"))
     settled = settled_after(run.commits[-1] if run.commits else None)
     for start, folders in starts.items():
-        records = _spool_records(run, start)
+        names = [path for path in run.by_path if re.fullmatch(rf"{re.escape(start)}/\d+\.json", path)]
+        read = zip(names, parallel(lambda path: read_record(run.store, path, SpoolRecord), names), strict=True)
+        records = {folder: record for path, record in read for folder in attempts_of(path, record)}
         for folder in folders:
             files, record = run.attempts[folder], records.get(folder)
             if record is None:
@@ -161,14 +163,6 @@ def _spooled(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
                     yield _item(run, "attempt", folder, files, "no record of the spool names it")
             elif _old(run, files, rule) and all(group.index in settled for group in record.finished):
                 yield _item(run, "spool", folder, files, "its groups are consumed or rejected")
-
-
-def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
-    """The records in the folder of a start, by the folders of their shards."""
-    names = [path for path in run.by_path if re.fullmatch(rf"{re.escape(start)}/\d+\.json", path)]
-    records = parallel(lambda path: read_record(run.store, path, SpoolRecord), names)
-    named = zip(names, records, strict=True)
-    return {folder: record for path, record in named for folder in attempts_of(path, record)}
 
 
 def _temporary(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
