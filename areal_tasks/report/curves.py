@@ -319,7 +319,6 @@ FROM scalars WHERE num_generated > 0 GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
 def tables_of(connection: duckdb.DuckDBPyConnection) -> set[str]:
-    """The names of the tables and views that the connection has."""
     return {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
 
 

@@ -73,7 +73,6 @@ def choose_samples(connection: duckdb.DuckDBPyConnection, count: int) -> ChosenS
 
 
 def quotas(tables: Set[str], count: int) -> dict[str, int]:
-    """How many samples to take from each table."""
     if tables >= {"scalars", "evaluate"}:
         evaluations = round(count * EVALUATION_SHARE)
         return {"scalars": count - evaluations, "evaluate": evaluations}
@@ -81,7 +80,6 @@ def quotas(tables: Set[str], count: int) -> dict[str, int]:
 
 
 def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
-    """How many samples the run has."""
     tables = tables_of(connection) & _CANDIDATES.keys()
     counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0] for table in sorted(tables)]
     return sum(counts)

@@ -216,11 +216,12 @@ async def in_loop(action: Callable[[], None]) -> None:
 def order_of(
     context: Context, client: InferenceClient, prompts: TableRef, made_with: str, evaluates: bool = False
 ) -> Callable[[], Begin]:
-    """Makes the first order for a rollout worker, which generates on the servers of `client` that may then do so."""
+    """Makes the first order for a rollout worker, which generates on the servers of `client`."""
     engines, recipe = context.engines, context.recipe
     detokenizer = engines.ends.detokenizer
 
     def order() -> Begin:
+        """The first order with the servers that may generate now."""
         assert engines.initial is not None, "there are servers"
         return Begin(
             recipe=recipe.model_dump(mode="json"),

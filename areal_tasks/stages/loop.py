@@ -84,7 +84,6 @@ class Loop:
         return iteration_plan(self.recipe_at(k), k)
 
     def recipe_at(self, k: int) -> Recipe:
-        """The recipe in force in iteration `k`."""
         segment = self.run.segment_at(max(k, self.run.first))
         if segment.n not in self._recipes:
             self._recipes[segment.n] = self.run.recipe_of(segment, self.recipe)
@@ -338,7 +337,6 @@ class Loop:
         return self._labelled(self._job("evaluate", plan, after, built))
 
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
-        """Commit the iteration, which makes it part of the run's history."""
         weights = self._new_weights(context, built)
         checkpoint, seconds = self._checkpoint(context, built)
         commit = IterationCommit(

@@ -38,6 +38,7 @@ class Overlap:
         assert self._publication is None and None in (evaluation, self._evaluation), "one of each at a time"
 
         def work() -> Results:
+            """What was published, once the evaluation has begun."""
             published = publish()
             if evaluation is not None:
                 job = on_own_server(evaluation, published) if several else evaluation

@@ -198,7 +198,6 @@ def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str
 
 
 def find_reference(store: Store, parent: str, child: str) -> Reference | None:
-    """The reference that `child` has left in `parent`."""
     return find_record(store, paths.reference(parent, child), Reference)
 
 

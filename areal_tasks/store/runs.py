@@ -334,6 +334,7 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
     """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
 
     def owner(n: int) -> OwnerRecord:
+        """The record of this process as the n-th owner."""
         return OwnerRecord(
             n=n,
             attempt=new_attempt(),

@@ -48,12 +48,13 @@ def find_weights(run: Run, name: str) -> WeightsRef:
     Raises UserError: there are none, they were never written, or they were removed; the message names the nearest.
     """
     refs = [ref for ref, _ in _refs(run)]
-    if not any(ref.written for ref in refs):
+    written = [ref for ref in refs if ref.written]
+    if not written:
         raise UserError(f"Run {run.name!r} has no weights yet: there are some once its first iteration is committed.")
-    tag = find_tag(run.store, run.name, name) if not name.isdecimal() and name != NEWEST else None
-    version = int(name) if name.isdecimal() else tag.version if tag else None
     if name == NEWEST:
-        return [ref for ref in refs if ref.written][-1]
+        return written[-1]
+    tag = None if name.isdecimal() else find_tag(run.store, run.name, name)
+    version = int(name) if name.isdecimal() else tag.version if tag else None
     found = next((ref for ref in refs if ref.version == version), None)
     if found is None:
         known = ", ".join(sorted({t.tag for t in read_tags(run.store, run.name) if not t.tag.startswith(PROTECTED)}))
@@ -62,10 +63,10 @@ def find_weights(run: Run, name: str) -> WeightsRef:
         )
     if not found.written:
         made = found.version
-        nearest = min((ref.version for ref in refs if ref.written), key=lambda v: (abs(v - made), v))
+        nearest = min(written, key=lambda ref: (abs(ref.version - made), ref.version))
         raise UserError(
-            f"Version {version} of run {run.name!r} was handed to the servers and not written to the store: "
-            f"version {nearest} is the nearest that was (trainer.weights_every)."
+            f"Version {made} of run {run.name!r} was handed to the servers and not written to the store: "
+            f"version {nearest.version} is the nearest that was (trainer.weights_every)."
         )
     check_kept(run.store, found)
     return found

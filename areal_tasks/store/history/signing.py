@@ -109,7 +109,6 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Checke
 
 
 def read_signatures(store: Store, name: str) -> list[Signature]:
-    """All signatures of a run, by any key."""
     return read_folder(store, f"{name}/signatures", Signature)
 
 

@@ -164,7 +164,6 @@ class S3Backend(Store):
         return {"Bucket": bucket, "Key": key}
 
     def _ask(self, path: str, command: str, **what: Any) -> Any:
-        """The answer to one of botocore's commands about an object."""
         return self.retried(path, lambda: getattr(self.client, command)(**self._at(path), **what))
 
     def retried(self, path: str, request: Callable[[], T]) -> T:

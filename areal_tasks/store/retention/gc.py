@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Final
 
 from areal_tasks.rollout.settled import settled_after
@@ -239,12 +240,9 @@ class RunFiles:
 
     @cached_property
     def attempts(self) -> dict[str, list[Entry]]:
-        """The files of each attempt's folder."""
-        groups: dict[str, list[Entry]] = {}
-        for entry in self.files:
-            if folder := paths.attempt_folder(entry.path):
-                groups.setdefault(folder, []).append(entry)
-        return groups
+        """The files of each attempt's folder, which are listed one after the other."""
+        grouped = groupby(self.files, lambda entry: paths.attempt_folder(entry.path))
+        return {folder: list(files) for folder, files in grouped if folder}
 
     @cached_property
     def newest(self) -> float:
