@@ -11,7 +11,7 @@ import hashlib
 import json
 import uuid
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, TypeVar
 
@@ -153,6 +153,13 @@ def last_present(present: Callable[[int], bool], first: int) -> int:
         step *= 2
     known = range(first + step // 2, first + step - 1)  # the one before is present (or first - 1), the one after is not
     return known.start - 1 + bisect(known, False, key=lambda n: not present(n))
+
+
+def records_from(store: Store, path: Callable[[int], str], n: int, model: type[R]) -> Iterator[R]:
+    """The records from number `n` on, up to the first that is missing."""
+    while (record := find_record(store, path(n), model)) is not None:
+        yield record
+        n += 1
 
 
 def last_number(store: Store, path: Callable[[int], str], first: int = 1) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.changes import changed_fields
-from areal_tasks.store.commit import checked_last_number, find_record, missing_before, read_record
+from areal_tasks.store.commit import checked_last_number, find_record, missing_before, read_record, records_from
 from areal_tasks.store.fork import Origin, check_origin, origin_of
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.retention.tombstones import check_run_kept
@@ -109,10 +110,7 @@ def check_name(name: str) -> None:
 
 def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tuple[Segment, ...]:
     """All segments of a run, in order, of which the first are `known`."""
-    segments = list(known)
-    while (found := find_record(store, paths.segment(run, len(segments)), Segment)) is not None:
-        segments.append(found)
-    return tuple(segments)
+    return (*known, *records_from(store, partial(paths.segment, run), len(known), Segment))
 
 
 def check_same_recipe(name: str, flow: str, recipe: BaseRecipe, segments: tuple[Segment, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import append_record, commit_once, find_record, last_number, new_attempt, read_record
+from areal_tasks.store.commit import append_record, commit_once, last_number, new_attempt, read_record, records_from
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
@@ -71,10 +71,7 @@ def append_groups(
 
 def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:
     """The records of a start from number `first` on."""
-    found: list[SpoolRecord] = []
-    while (record := find_record(store, paths.spool_record(run, start, first + len(found)), SpoolRecord)) is not None:
-        found.append(record)
-    return found
+    return list(records_from(store, partial(paths.spool_record, run, start), first, SpoolRecord))
 
 
 def read_spool(store: Store, run: str) -> list[SpoolRecord]:
