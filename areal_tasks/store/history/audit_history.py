@@ -88,19 +88,14 @@ def audit_log(found: Findings, name: str, links: list[Link]) -> None:
     for n, record in log.items():
         if (n - 1 in log or n == 1) and record.previous != log_digest(found.store, name, n - 1):
             found.report(paths.log(name, max(n - 1, 1)), f"replaced: line {n} of the log records another digest")
-        _check_logged_commit(found, name, record, links)
-
-
-def _check_logged_commit(found: Findings, name: str, record: LogRecord, links: list[Link]) -> None:
-    """Check that the commit that a log line records as the last one exists: commits are never undone."""
-    iterations, head = record.details.get("iterations"), record.details.get("head")
-    if not isinstance(iterations, int) or not iterations or not isinstance(head, str):
-        return
-    if iterations > len(links):
-        what = f"missing: line {record.n} of the log says that {iterations} iterations were committed"
-        found.report(paths.iteration_commit(name, iterations - 1), what)
-    elif links[iterations - 1].digest not in ("", head):
-        found.report(links[iterations - 1].path, f"replaced: line {record.n} of the log records another digest")
+        iterations, head = record.details.get("iterations"), record.details.get("head")  # of the last commit
+        if not isinstance(iterations, int) or not iterations or not isinstance(head, str):
+            continue
+        if iterations > len(links):  # commits are never undone
+            what = f"missing: line {record.n} of the log says that {iterations} iterations were committed"
+            found.report(paths.iteration_commit(name, iterations - 1), what)
+        elif links[iterations - 1].digest not in ("", head):
+            found.report(links[iterations - 1].path, f"replaced: line {record.n} of the log records another digest")
 
 
 # ── the spool ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -32,19 +32,13 @@ def remove_planned(store: Store, items: Sequence[Removal], rule: RetentionRule) 
     remove(store, [path for path, item in needed.items() if any(map(store.exists, item.files))])
     for item in gone:
         remove(store, item.files)
-    for run in runs:
-        _log_removal(store, run, [item for item in gone if item.run == run])
-    return gone
-
-
-def _log_removal(store: Store, run: str, gone: Sequence[Removal]) -> None:
-    """Write one log line per kind of removed item."""
-    for kind in dict.fromkeys(item.kind for item in gone):
-        some = [item for item in gone if item.kind == kind]
+    for run, kind in dict.fromkeys((item.run, item.kind) for item in gone):
+        some = [item for item in gone if (item.run, item.kind) == (run, kind)]
         versions = " ".join(str(item.version) for item in some if item.version is not None)
         details: dict[str, bool | int | float | str] = {"what": kind, "count": len(some)}
         details |= {"bytes": sum(item.bytes for item in some), "why": some[0].why}
         append_log(store, run, "removed", details | ({"versions": versions} if versions else {}))
+    return gone
 
 
 # ── a whole run ─────────────────────────────────────────────────────────────────────────────────────────────────────
