@@ -208,8 +208,12 @@ def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) 
     graph = _graph(original, origin, recipe)
     changed = [name for name, value in semantic_values(recipe).items() if semantic_values(there).get(name) != value]
     for field in changed:
-        if isinstance(recipe, EvaluateRecipe):
-            _check_judgement(field, graph)
+        generates = isinstance(recipe, EvaluateRecipe) and not field.startswith("reward.")
+        if generates and any(stage.name == "evaluate" and _reads(stage, field) for stage in graph.stages):
+            raise UserError(
+                f"{field} is read by the stage that generated the completions, which this replay keeps as recorded: "
+                "start another run with it."
+            )
         _check_change(field, graph, origin, stage_at(recipe, origin.replay_from))
 
 
@@ -234,16 +238,6 @@ def _graph(original: Run, origin: Origin, recipe: Recipe) -> Plan:
             "name an earlier stage with --from, or a later one with --until."
         )
     return graph
-
-
-def _check_judgement(field: str, graph: Plan) -> None:
-    """UserError if the field affects how an evaluation's completions were generated, which a replay keeps."""
-    evaluate = next(stage for stage in graph.stages if stage.name == "evaluate")
-    if _reads(evaluate, field) and not field.startswith("reward."):
-        raise UserError(
-            f"{field} is read by the stage that generated the completions, which this replay keeps as recorded: "
-            "start another run with it."
-        )
 
 
 def _check_change(field: str, graph: Plan, origin: Origin, start: str) -> None:
