@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -28,7 +29,7 @@ from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, V
 A = TypeVar("A")
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """One or several runs, open for queries, as they were committed when the session was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
@@ -54,9 +55,6 @@ class Session:
             parts = [run.select(name, several) for run in self.runs if name in run.names]
             self.connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
         self.connection.execute("SET lock_configuration = true")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.connection.close()

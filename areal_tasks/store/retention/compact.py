@@ -10,7 +10,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -177,7 +177,7 @@ def _length(regions: Sequence[Region]) -> int:
     return regions[-1].stop - regions[0].first
 
 
-class Compactor:
+class Compactor(AbstractContextManager["Compactor"]):
     """A context manager that compacts a run in a thread, every `every` iterations (0: never).
 
     A failure is logged, and the next attempt follows `every` iterations later: the run does not depend on it.
@@ -187,9 +187,6 @@ class Compactor:
         self.run, self.every = run, every
         self.waited = every  # the first commit after a start also compacts what an earlier start left
         self.thread: threading.Thread | None = None
-
-    def __enter__(self) -> Compactor:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.thread is not None and kind is None:  # a run that fails or is cancelled does not wait
