@@ -51,7 +51,11 @@ def grpo_advantages(
         parts = torch.split(torch.where(counted, penalty, 0.0), lengths.tolist())
         returns = returns - torch.cat([_sum_from_here(part) for part in parts])
         shaped = relative - torch.stack([part.sum() for part in parts])
-    advantages = _normalise(returns, torch.repeat_interleave(groups, lengths), counted, advantage_norm, unbiased)
+    advantages = returns
+    if advantage_norm != "none":
+        members = torch.repeat_interleave(groups, lengths)[counted] if advantage_norm == "group" else None
+        advantages = torch.zeros_like(returns)
+        advantages[counted] = whiten(returns[counted], members, unbiased)
     return Advantages(advantages, returns, shaped)
 
 
@@ -62,17 +66,3 @@ def kl_penalty(logprobs: Float[Tensor, "T"], reference: Float[Tensor, "T"], kl_c
 
 def _sum_from_here(values: Float[Tensor, "L"]) -> Float[Tensor, "L"]:
     return values.flip(0).cumsum(0).flip(0)
-
-
-def _normalise(
-    returns: Float[Tensor, "T"],
-    groups: Int[Tensor, "T"],
-    counted: Bool[Tensor, "T"],
-    how: AdvantageNorm,
-    unbiased: bool,
-) -> Float[Tensor, "T"]:
-    if how == "none":
-        return returns
-    result = torch.zeros_like(returns)
-    result[counted] = whiten(returns[counted], groups[counted] if how == "group" else None, unbiased)
-    return result

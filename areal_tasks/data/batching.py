@@ -93,7 +93,8 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
     """
     kind = kind if len(rows) else "packed"
     lengths = (sequences.lengths[rows] - 1).clamp(min=0)
-    height, width = _shape(lengths, kind)
+    height = 1 if kind == "packed" else len(rows)
+    width = max(int(lengths.sum() if kind == "packed" else lengths.max()), 1)  # models take no empty input
     first = lengths.cumsum(0) - lengths if kind == "packed" else torch.arange(len(rows)) * width
     cells = spans(first, lengths)
     flat = spans(sequences.starts[rows], lengths)
@@ -111,12 +112,6 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
         bounds=_bounds(lengths, width) if kind == "packed" else None,
         longest=1 << (int(lengths.max()) - 1).bit_length() if len(cells) else 1,
     )
-
-
-def _shape(lengths: Int[Tensor, " n"], kind: LayoutKind) -> tuple[int, int]:
-    """Rows and columns; at least one column, since models take no empty input."""
-    width = int(lengths.sum() if kind == "packed" else lengths.max())
-    return (1 if kind == "packed" else len(lengths)), max(width, 1)
 
 
 def _positions(lengths: Int[Tensor, " n"], width: int) -> Int[Tensor, "1 L"]:

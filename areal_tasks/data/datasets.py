@@ -77,24 +77,17 @@ def _where(data: Data, split: str) -> str:
 
 def _file_pairs(data: Data, split: str) -> Pairs:
     url, where = data.source.replace(SPLIT, split), _where(data, split)
-    content = _fetch(url, where)
-    return _FORMATS[PurePosixPath(url).suffix](content, data, where)
-
-
-def _fetch(url: str, where: str) -> bytes:
     try:
         with fsspec.open(url, "rb") as file:
             content: bytes = file.read()
     except FileNotFoundError:
-        raise UserError(f"{where}: there is no such file{_absolute(url)}") from None
+        absolute = "://" in url or Path(url).is_absolute()
+        looked = "" if absolute else f" (looked for {Path(url).absolute()})"
+        raise UserError(f"{where}: there is no such file{looked}") from None
     except Exception as error:  # each object store has its own; the message names the URL
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{where} cannot be read: {cause}; check URL and credentials") from error
-    return content
-
-
-def _absolute(url: str) -> str:
-    return "" if "://" in url or Path(url).is_absolute() else f" (looked for {Path(url).absolute()})"
+    return _FORMATS[PurePosixPath(url).suffix](content, data, where)
 
 
 def _jsonl(content: bytes, data: Data, where: str) -> Pairs:
@@ -170,13 +163,6 @@ def _text(row: Mapping[str, Any], column: str, place: str) -> str:
 
 
 def _hub_pairs(data: Data, split: str) -> Pairs:
-    where, rows = _where(data, split), _hub_rows(data, split)
-    _require_columns(rows.column_names, data, where)
-    for number, row in enumerate(rows.select_columns([data.prompt_column, data.answer_column]), 1):
-        yield _pair(row, data, f"{where} row {number}")
-
-
-def _hub_rows(data: Data, split: str) -> Any:
     where = _where(data, split)
     try:
         import datasets  # optional, and slow to import
@@ -186,46 +172,38 @@ def _hub_rows(data: Data, split: str) -> Any:
             "pip install 'arealflow[datasets]', or name a .jsonl or .parquet file"
         ) from None
     try:
-        return datasets.load_dataset(data.source, data.subset or None, split=split)
+        rows = datasets.load_dataset(data.source, data.subset or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{where} cannot be loaded: {error}. Check data.source, data.subset and the splits' names, and that the "
             "network reaches the hub; a file (.jsonl, .json, .parquet) needs no hub"
         ) from error
+    _require_columns(rows.column_names, data, where)
+    for number, row in enumerate(rows.select_columns([data.prompt_column, data.answer_column]), 1):
+        yield _pair(row, data, f"{where} row {number}")
 
 
 # ── sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def terms_of(url: str) -> int:
-    """The number of terms in `url`. UserError if it is not `sums://TERMS`."""
+def sums(url: str, split: str) -> Iterator[tuple[str, str]]:
+    """The (prompt, answer) rows of a split, `train` or `test`; the two share no prompt.
+
+    UserError if `url` is not `sums://TERMS`, or there is no such split.
+    """
     text = url.removeprefix(SCHEME)
     if not text.isdecimal() or not MIN_TERMS <= int(text) <= MAX_TERMS:
         raise UserError(
             f"data.source: '{url}' should be {SCHEME}TERMS with {MIN_TERMS} to {MAX_TERMS} terms, such as {SCHEME}4"
         )
-    return int(text)
-
-
-def sums(url: str, split: str) -> Iterator[tuple[str, str]]:
-    """The (prompt, answer) rows of a split, `train` or `test`; the two share no prompt."""
-    terms = terms_of(url)
+    terms = int(text)
     total = 10**terms
-    for offset in _offsets(split, total):
-        yield _sum(permutation(offset, total, _ORDER_SEED, 0, _ORDER), terms)
-
-
-def _offsets(split: str, total: int) -> range:
-    held_out = total // 10
-    splits = {"test": range(held_out), "train": range(held_out, total)}
+    splits = {"test": range(total // 10), "train": range(total // 10, total)}
     if split not in splits:
         raise UserError(f"{SCHEME} has the splits train and test, not '{split}'")
-    return splits[split]
-
-
-def _sum(number: int, terms: int) -> tuple[str, str]:
-    digits = f"{number:0{terms}d}"
-    return "+".join(digits) + "=", str(sum(map(int, digits)))
+    for offset in splits[split]:
+        digits = f"{permutation(offset, total, _ORDER_SEED, 0, _ORDER):0{terms}d}"
+        yield "+".join(digits) + "=", str(sum(map(int, digits)))
 
 
 _READERS: Final[dict[str, Callable[[Data, str], Pairs]]] = {

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 Flat = np.ndarray[tuple[int], np.dtype[Any]]
 
 
 def lengths(column: pa.ChunkedArray) -> Flat:
     """The length of each list. [N] int64."""
-    combined = _combined(column)
-    return np.diff(np.asarray(combined.offsets)).astype(np.int64)
+    return np.asarray(pc.list_value_length(column).to_numpy().astype(np.int64))
 
 
 def flat(column: pa.ChunkedArray) -> Flat:
     """All lists concatenated. [T]"""
-    return np.asarray(_combined(column).flatten().to_numpy(zero_copy_only=False))
+    return np.asarray(pc.list_flatten(column).to_numpy())
 
 
 def ragged(values: Flat, sizes: Flat, kind: pa.ListType) -> pa.ListArray:
@@ -34,8 +34,3 @@ def scatter(values: Flat, mask: Flat) -> Flat:
     full = np.zeros(len(mask), dtype=values.dtype)
     full[mask] = values
     return full
-
-
-def _combined(column: pa.ChunkedArray) -> pa.ListArray:
-    combined = column.combine_chunks()
-    return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined

@@ -50,9 +50,9 @@ def character_tokenizer(alphabet: str, max_length: int) -> PreTrainedTokenizerFa
     )
 
 
-def scratch_config(spec: ScratchModel, vocabulary: int, max_length: int) -> LlamaConfig:
-    """Llama with tied embeddings, in float32."""
-    return LlamaConfig(
+def scratch_model(spec: ScratchModel, vocabulary: int, seed: int, max_length: int) -> LlamaForCausalLM:
+    """Llama with tied embeddings, in float32; its weights are drawn without touching the process's random state."""
+    config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=spec.hidden,
         intermediate_size=spec.intermediate,
@@ -66,10 +66,6 @@ def scratch_config(spec: ScratchModel, vocabulary: int, max_length: int) -> Llam
         eos_token_id=_SPECIAL.index(EOS),
         dtype=torch.float32,
     )
-
-
-def scratch_model(spec: ScratchModel, vocabulary: int, seed: int, max_length: int) -> LlamaForCausalLM:
-    """The model with its initial weights, drawn without touching the process's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(scratch_config(spec, vocabulary, max_length)).float()
+        return LlamaForCausalLM(config).float()

@@ -37,13 +37,25 @@ def render_prompts(
     fits = [len(prompt) + room <= max_length for prompt, room in zip(ids, rooms, strict=True)]
     if data.on_long_prompt == "error" and not all(fits):
         first = fits.index(False)
-        raise UserError(_too_long(rows[first], len(ids[first]), rooms[first], max_length, fits.count(False)))
+        raise UserError(
+            f"{_place(rows[first])} has {len(ids[first])} tokens, which with room for {rooms[first]} more exceeds "
+            f"model.max_length {max_length}; {fits.count(False)} prompts do. Raise model.max_length, lower "
+            "max_new_tokens, or set data.on_long_prompt to drop"
+        )
     if not any(fits):
         raise UserError(
             f"every one of {len(rows)} prompts is too long for model.max_length {max_length}; raise it, or lower "
             "max_new_tokens"
         )
-    return _table([i for i, fit in enumerate(fits) if fit], rows, messages, ids)
+    kept = [i for i, fit in enumerate(fits) if fit]
+    columns = {
+        "prompt_id": [rows[i].prompt_id for i in kept],
+        "prompt": [messages[i] for i in kept],
+        "answer": [rows[i].answer for i in kept],
+        "input_ids": [ids[i] for i in kept],
+        "num_tokens": [len(ids[i]) for i in kept],
+    }
+    return pa.table(columns, schema=PROMPTS)
 
 
 def _rendered(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -52,14 +64,10 @@ def _rendered(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenize
         return list(messages)
     if not tokenizer.chat_template:
         raise UserError("data.chat: this model's tokenizer has no chat template; set data.chat to false")
-    chats = [_chat(message, data.system) for message in messages]
+    system = [{"role": "system", "content": data.system}] if data.system else []
+    chats = [[*system, {"role": "user", "content": message}] for message in messages]
     texts: list[str] = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     return texts
-
-
-def _chat(message: str, system: str) -> list[dict[str, str]]:
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": message}]
 
 
 def encode_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -92,26 +100,8 @@ def _check_known(
             )
 
 
-def _too_long(row: Row, length: int, room: int, max_length: int, count: int) -> str:
-    return (
-        f"{_place(row)} has {length} tokens, which with room for {room} more exceeds model.max_length {max_length}; "
-        f"{count} prompts do. Raise model.max_length, lower max_new_tokens, or set data.on_long_prompt to drop"
-    )
-
-
 def _place(row: Row) -> str:
     return f"the prompt of row {row.prompt_id} (from 0)"
-
-
-def _table(kept: Sequence[int], rows: Sequence[Row], messages: Sequence[str], ids: Sequence[Sequence[int]]) -> pa.Table:
-    columns = {
-        "prompt_id": [rows[i].prompt_id for i in kept],
-        "prompt": [messages[i] for i in kept],
-        "answer": [rows[i].answer for i in kept],
-        "input_ids": [ids[i] for i in kept],
-        "num_tokens": [len(ids[i]) for i in kept],
-    }
-    return pa.table(columns, schema=PROMPTS)
 
 
 @dataclass(frozen=True, slots=True)

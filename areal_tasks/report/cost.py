@@ -115,7 +115,6 @@ def stage_rows(cost: Cost) -> Table:
 
 
 def percent(part: float, whole: float) -> str:
-    """As a percentage."""
     return f"{100 * part / whole:.1f} %" if whole else "—"
 
 

@@ -30,7 +30,6 @@ class Series:
     high: Numbers | None = None
 
     def payload(self) -> dict[str, Any]:
-        """The line as JSON values of the page."""
         band = {} if self.low is None or self.high is None else {"lo": rounded(self.low), "hi": rounded(self.high)}
         return {"name": self.name, "x": rounded(self.x), "y": rounded(self.y), **band}
 
@@ -320,7 +319,6 @@ FROM scalars WHERE num_generated > 0 GROUP BY 1, 2 ORDER BY 1, 2"""
 
 
 def tables_of(connection: duckdb.DuckDBPyConnection) -> set[str]:
-    """The names of the tables and views that the connection has."""
     return {str(row[0]) for row in connection.execute("SHOW TABLES").fetchall()}
 
 
@@ -341,19 +339,14 @@ def curves(connection: duckdb.DuckDBPyConnection, points: int) -> dict[str, list
 
 
 def _lines(connection: duckdb.DuckDBPyConnection, source: Source) -> Iterator[tuple[str, Series]]:
-    columns = _columns(connection, source.query)
+    answer = connection.sql(source.query).to_arrow_table()
+    columns = {name: np.array(answer[name].to_pylist(), np.float64) for name in answer.column_names}  # NaN for NULL
     for line in source.lines:
         y = columns[line.column]
         known = y[np.isfinite(y)]
         if len(known) and (known.any() or not line.only_if_any):
             band = [columns[f"{line.band}_{end}"] if line.band else None for end in ("low", "high")]
             yield line.chart, Series(line.name, columns["x"], y, *band)
-
-
-def _columns(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Numbers]:
-    """The result's columns as float64, NaN for NULL."""
-    answer = connection.sql(query).to_arrow_table()
-    return {name: np.array(answer[name].to_pylist(), dtype=np.float64) for name in answer.column_names}
 
 
 def lags(connection: duckdb.DuckDBPyConnection) -> list[Series]:

@@ -15,7 +15,7 @@ from areal_tasks.store.history.diff import leaves
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.record_tables import read_owners
 from areal_tasks.store.runs import Run
-from schemas.manifest import IterationCommit, Segment
+from schemas.manifest import IterationCommit
 from schemas.recipe.recorded import read_recorded
 
 MOST: Final = 200  # starts and log records that are shown, the newest ones
@@ -48,6 +48,11 @@ def dropped_prompts(connection: duckdb.DuckDBPyConnection) -> Table:
 
 def run_facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """All facts of the page about a run; `head` is its last commit, `makers` see `code_and_hosts`."""
+    segments = [["from iteration", "iterations", "written"]]
+    for segment in run.segments:
+        iterations = segment.recipe.get("schedule", {}).get("iterations", 1)
+        segments.append([str(segment.from_iteration), str(iterations), utc_text(segment.provenance.committed)])
+    recipe = leaves(read_recorded(run.segments[-1].recipe)) if run.segments else ()  # that in force at the end
     return {
         "name": run.name,
         "flow": run.record.flow,
@@ -55,9 +60,9 @@ def run_facts(run: Run, head: IterationCommit | None, makers: Mapping[str, Seque
         "state": progress_text(run, head),
         "facts": _facts(run, head, makers),
         "starts": starts(run),
-        "segments": [["from iteration", "iterations", "written"], *(_segment(s) for s in run.segments)],
+        "segments": segments,
         "log": log_rows(run),
-        "recipe": flat_recipe(run),
+        "recipe": {path: value if isinstance(value, str) else json.dumps(value) for path, value in recipe},
     }
 
 
@@ -108,29 +113,16 @@ def starts(run: Run) -> Table:
 
 def log_rows(run: Run) -> Table:
     """The lines of the run's log, the newest first."""
-    lines = read_log(run.store, run.name)[: -MOST - 1 : -1]
-    rows = [[utc_text(line.time), line.action, f"{line.user} on {line.host}", _details(line.details)] for line in lines]
-    return [["when", "what", "who", "details"], *rows]
-
-
-def _details(details: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in details.items())
-
-
-def _segment(segment: Segment) -> list[str]:
-    iterations = segment.recipe.get("schedule", {}).get("iterations", 1)
-    return [str(segment.from_iteration), str(iterations), utc_text(segment.provenance.committed)]
+    rows = [["when", "what", "who", "details"]]
+    for line in read_log(run.store, run.name)[: -MOST - 1 : -1]:
+        details = ", ".join(f"{name} {value}" for name, value in line.details.items())
+        rows.append([utc_text(line.time), line.action, f"{line.user} on {line.host}", details])
+    return rows
 
 
 def utc_text(time: str) -> str:
     """A recorded time to the second, UTC."""
     return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def flat_recipe(run: Run) -> dict[str, str]:
-    """The recipe in force at the end, as text by dotted path."""
-    values = leaves(read_recorded(run.segments[-1].recipe)) if run.segments else ()
-    return {path: value if isinstance(value, str) else json.dumps(value) for path, value in values}
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> Table:

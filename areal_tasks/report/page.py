@@ -54,9 +54,8 @@ class Report:
 def make_report(store: Store, names: Sequence[str], samples: int, max_bytes: int) -> Report:
     """The data of a page about these runs of at most `max_bytes`, with up to `samples` samples of each.
 
-    Raises:
-        UserError: a run is named twice or does not exist, a shard that the curves or the choice of samples need is
-            damaged, or not even the curves fit.
+    Raises UserError: a run is named twice or does not exist, a shard that the curves or the choice of samples need is
+    damaged, or not even the curves fit.
     """
     if len(set(names)) < len(names):
         raise UserError(f"Each run once: {', '.join(names)}.")
@@ -113,21 +112,14 @@ def _fit(payload: Payload, max_bytes: int) -> None:
             "raise --max-mb, or report fewer runs."
         )
     for run, samples, texts in everything:
-        run["samples"], run["vocabulary"] = fitting(samples, texts, left // len(everything))
-
-
-def fitting(samples: Sequence[Payload], texts: dict[int, str], room: int) -> tuple[list[Payload], dict[int, str]]:
-    """The first samples, as many as fit into `room` bytes together with the texts of their tokens, and these texts."""
-    kept: list[Payload] = []
-    known: dict[int, str] = {}
-    for sample in samples:
-        new = {i: texts[i] for i in set(sample["tokens"]["ids"]) - known.keys() if i in texts}
-        room -= _bytes_of(sample) + _bytes_of(new) + 2
-        if room < 0:
-            break
-        kept.append(sample)
-        known |= new
-    return kept, known
+        room = left // len(everything)
+        for sample in samples:
+            new = {i: texts[i] for i in set(sample["tokens"]["ids"]) - run["vocabulary"].keys() if i in texts}
+            room -= _bytes_of(sample) + _bytes_of(new) + 2
+            if room < 0:
+                break
+            run["samples"].append(sample)
+            run["vocabulary"] |= new
 
 
 def _bytes_of(value: Any) -> int:

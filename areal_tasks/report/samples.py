@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 import duckdb
+import numpy as np
 
 from areal_tasks.report.curves import number, tables_of
 from areal_tasks.store.query import Session
@@ -45,14 +46,8 @@ _SHUFFLED: Final = "md5(sample_id || iteration::text || version::text)"
 #: Choice -> its share, and the ordered query of its samples. Among equal rewards the best are those whose group has a
 #: low mean, and the worst those of a high one; `random` takes one of each iteration before a second of any.
 _CHOICES: Final = {
-    "best": (
-        0.2,
-        f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward DESC, surprise DESC, {_SHUFFLED}",
-    ),
-    "worst": (
-        0.2,
-        f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward, surprise, {_SHUFFLED}",
-    ),
+    "best": (0.2, f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward DESC, surprise DESC, {_SHUFFLED}"),
+    "worst": (0.2, f"{_SURPRISE} WHERE reward IS NOT NULL ORDER BY reward, surprise, {_SHUFFLED}"),
     "latest": (0.15, "c ORDER BY iteration DESC, version DESC, group_id, sample_index"),
     "unjudged": (
         0.1,
@@ -78,7 +73,6 @@ def choose_samples(connection: duckdb.DuckDBPyConnection, count: int) -> ChosenS
 
 
 def quotas(tables: Set[str], count: int) -> dict[str, int]:
-    """How many samples to take from each table."""
     if tables >= {"scalars", "evaluate"}:
         evaluations = round(count * EVALUATION_SHARE)
         return {"scalars": count - evaluations, "evaluate": evaluations}
@@ -86,7 +80,6 @@ def quotas(tables: Set[str], count: int) -> dict[str, int]:
 
 
 def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
-    """How many samples the run has."""
     tables = tables_of(connection) & _CANDIDATES.keys()
     counts = [connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0] for table in sorted(tables)]
     return sum(counts)
@@ -94,7 +87,9 @@ def count_samples(connection: duckdb.DuckDBPyConnection) -> int:
 
 def _choose_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) -> ChosenSamples:
     """One of each choice in turn, until there are `count`; a sample chosen twice has two reasons."""
-    chosen = [_keys(connection, table, source, round(count * share)) for share, source in _CHOICES.values()]
+    select = f"WITH c AS ({_CANDIDATES[table]}) SELECT iteration, version, sample_id FROM"
+    queries = [f"{select} {source} LIMIT {round(count * share)}" for share, source in _CHOICES.values()]
+    chosen = [[Key(table, *row) for row in connection.execute(query).fetchall()] for query in queries]
     found: ChosenSamples = {}
     for turn in zip_longest(*chosen):
         for choice, key in zip(_CHOICES, turn, strict=True):
@@ -103,11 +98,6 @@ def _choose_from(connection: duckdb.DuckDBPyConnection, table: str, count: int) 
             elif key is not None and key not in found and len(found) < count:
                 found[key] = [choice]
     return found
-
-
-def _keys(connection: duckdb.DuckDBPyConnection, table: str, source: str, limit: int) -> list[Key]:
-    query = f"WITH c AS ({_CANDIDATES[table]}) SELECT iteration, version, sample_id FROM {source} LIMIT {limit}"
-    return [Key(table, *row) for row in connection.execute(query).fetchall()]
 
 
 Row = dict[str, Any]
@@ -199,7 +189,9 @@ def encode_sample(key: Key, row: Mapping[str, Any], why: Sequence[str]) -> dict[
 def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     """Ids of all tokens, [start, length] of each generated stretch, and columns over the generated tokens alone."""
     ids, mask = row["input_ids"], row["loss_mask"]
-    kept = _kept(len(ids), MAX_TOKENS)
+    kept = [*range(len(ids))]
+    if len(ids) > MAX_TOKENS:
+        kept = [*range(MAX_TOKENS * 3 // 4), *range(len(ids) - MAX_TOKENS // 4, len(ids))]
     mask = [mask[i] for i in kept]
     generated = [i for i, own in zip(kept, mask, strict=True) if own]
     there = {short: row[name] for name, short in _PER_TOKEN.items() if row.get(name) is not None}
@@ -208,21 +200,10 @@ def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"ids": [ids[i] for i in kept], "own": runs_of_true(mask), **columns, **left_out}
 
 
-def _kept(length: int, most: int) -> list[int]:
-    if length <= most:
-        return list(range(length))
-    return [*range(most * 3 // 4), *range(length - most // 4, length)]
-
-
 def runs_of_true(mask: Sequence[bool]) -> list[list[int]]:
     """[start, length] of each run of True."""
-    found: list[list[int]] = []
-    for i, own in enumerate(mask):
-        if own and found and sum(found[-1]) == i:
-            found[-1][1] += 1
-        elif own:
-            found.append([i, 1])
-    return found
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))
+    return [[start, stop - start] for start, stop in edges.reshape(-1, 2).tolist()]
 
 
 def encode_column(values: Sequence[float]) -> list[float | None]:

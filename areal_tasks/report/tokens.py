@@ -17,6 +17,10 @@ Name = Callable[[int], str | None]
 
 _BROKEN: Final = "\ufffd"  # what decoders give for a part of a character
 _FAST: Final = "tokenizer.json"
+_VISIBLE: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN: Final = [byte for byte in range(256) if byte not in _VISIBLE]
+#: The byte of each character of GPT-2's alphabet: visible Latin-1 as it is, other bytes from 256 on.
+_BYTES: Final = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
 def vocabulary(run: Run, ids: Iterable[int]) -> tuple[dict[int, str], str]:
@@ -30,7 +34,13 @@ def vocabulary(run: Run, ids: Iterable[int]) -> tuple[dict[int, str], str]:
 
 def texts_of(decode: Decode, name: Name, ids: Iterable[int]) -> dict[int, str]:
     """The text that each token adds; for a part of a character, its bytes as `<0xF0>`."""
-    texts = _added(decode, sorted(set(ids)))
+    known = sorted(set(ids))
+    anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
+    if anchor is None:
+        texts = {i: decode([i]) for i in known}
+    else:  # what each adds after another one, since decoders drop a leading space
+        before = decode([anchor])
+        texts = {i: decode([anchor, i]).removeprefix(before) for i in known}
     return {i: bytes_of(name(i) or text) if _BROKEN in text else text for i, text in texts.items()}
 
 
@@ -40,50 +50,21 @@ def bytes_of(name: str) -> str:
     return name if None in numbers else "".join(f"<0x{number:02X}>" for number in numbers)
 
 
-def _alphabet() -> dict[str, int]:
-    """The byte of each character of GPT-2's alphabet: visible Latin-1 as it is, other bytes from 256 on."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES: Final = _alphabet()
-
-
-def _added(decode: Decode, known: list[int]) -> dict[int, str]:
-    """What each token adds after another one: decoders drop a leading space."""
-    anchor = next((i for i in known if (text := decode([i])).isascii() and text.strip()), None)
-    if anchor is None:
-        return {i: decode([i]) for i in known}
-    before = decode([anchor])
-    return {i: decode([anchor, i]).removeprefix(before) for i in known}
-
-
 def load_tokenizer(run: Run, scratch: Path) -> tuple[Decode, Name]:
     """The run's tokenizer as two functions: decode ids, and name a token.
 
-    Raises:
-        UserError: the run has no initial weights, as stage `initialise` recorded them, or they hold no tokenizer.
+    Raises UserError: the run has no initial weights, as stage `initialise` recorded them, or they hold no tokenizer.
     """
     initial = next((ref for ref in run.commit(0).stages if ref.stage == "initialise"), None)
     if initial is None:
         raise UserError("it has no initial weights")
     folder = models.describing_files(run.store, published_weights(run.store, run.read_stage(initial)), scratch)
-    return _fast(folder / _FAST) if (folder / _FAST).is_file() else _slow(folder)
+    if (folder / _FAST).is_file():
+        from tokenizers import Tokenizer  # takes milliseconds, and no torch
 
-
-def _fast(path: Path) -> tuple[Decode, Name]:
-    """From `tokenizer.json`, in milliseconds and without torch."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), tokenizer.id_to_token
-
-
-def _slow(folder: Path) -> tuple[Decode, Name]:
-    """With transformers, which reads the older formats."""
-    tokenizer = models.load_tokenizer(folder)
-    return (
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        lambda i: str(tokenizer.convert_ids_to_tokens(i)),
-    )
+        tokenizer = Tokenizer.from_buffer((folder / _FAST).read_bytes())
+        name = tokenizer.id_to_token
+    else:  # an older format, which transformers reads
+        tokenizer = models.load_tokenizer(folder)
+        name = tokenizer.convert_ids_to_tokens
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), name

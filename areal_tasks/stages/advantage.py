@@ -26,7 +26,10 @@ def advantage(recipe: RlhfRecipe) -> Stage:
     servers' logprobs replace them only if both run the same code with the same weights: otherwise differences in
     rounding, or older weights, would be penalised.
     """
-    penalty = _penalty_columns(recipe) if recipe.algorithm.kl == "reward" else ()
+    penalty: tuple[str, ...] = ()
+    if recipe.algorithm.kl == "reward":
+        policy = ("rollout", "logprobs") if same_policy(recipe) else ("proximal", "sample_id", "prox_logprobs")
+        penalty = columns(*policy) + columns("reference", "sample_id", "ref_logprobs")
     return Stage(
         name="advantage",
         kind=Kind.PURE,
@@ -46,11 +49,6 @@ def advantage(recipe: RlhfRecipe) -> Stage:
             *(("algorithm.kl", "algorithm.kl_coef") if penalty else ()),
         ),
     )
-
-
-def _penalty_columns(recipe: RlhfRecipe) -> tuple[str, ...]:
-    policy = ("rollout", "logprobs") if same_policy(recipe) else ("proximal", "sample_id", "prox_logprobs")
-    return columns(*policy) + columns("reference", "sample_id", "ref_logprobs")
 
 
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
@@ -112,10 +110,8 @@ def dropped_reasons(rollout: pa.Table, verdicts: pa.Table, reward: Reward) -> li
     `drop_group` also drops all other samples of their groups (`group`).
     """
     failed = np.isnan(verdicts["reward"].to_numpy())
-    kinds = verdicts["verdict"].to_pylist()
-    reasons = [kinds[i] if failed[i] else "" for i in range(len(kinds))]
+    reasons = np.where(failed, verdicts["verdict"].to_pylist(), "")
     if reward.on_unverified == "drop_group":
         groups = rollout["group_id"].to_numpy()
-        others = np.isin(groups, groups[failed]) & ~failed
-        reasons = ["group" if others[i] else reasons[i] for i in range(len(reasons))]
-    return reasons
+        reasons = np.where(np.isin(groups, groups[failed]) & ~failed, "group", reasons)
+    return [str(reason) for reason in reasons]

@@ -68,14 +68,10 @@ def _given(stage: Stage, context: Context, inputs: Mapping[str, Built]) -> Input
 
 def _found(stage: Stage, context: Context, inputs: Inputs) -> Built | None:
     """The result committed under the key, in this run or in the run that is replayed."""
-    found = _own(stage, context, inputs) or _recorded(stage, context, inputs)
-    return None if found is None else Built(stage.label(context), found.manifest, found.ref, reused=True)
-
-
-def _own(stage: Stage, context: Context, inputs: Inputs) -> CommittedStage | None:
     of_before = (key_of(stage, context, inputs, one) for one in _predecessors(stage, context)[1:])
-    found = (context.run.find_stage(context.iteration, stage.name, key) for key in chain([inputs.key], of_before))
-    return next(filter(None, found), None)
+    own = (context.run.find_stage(context.iteration, stage.name, key) for key in chain([inputs.key], of_before))
+    found = next(filter(None, own), None) or _recorded(stage, context, inputs)
+    return None if found is None else Built(stage.label(context), found.manifest, found.ref, reused=True)
 
 
 def _recorded(stage: Stage, context: Context, inputs: Inputs) -> CommittedStage | None:
@@ -115,14 +111,12 @@ def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | No
     `predecessor`: the digest of what precedes a source stage; None for other stages.
     """
     digests = [inputs.ref(table).digest for table in stage.inputs]
-    return stage_key(
-        stage.name,
-        stage.version,
-        recipe_values(context.recipe, stage.fields),
-        digests + _carried_digests(stage, context),
-        context.recipe.seed,
-        predecessor,
-    )
+    if {"weights", "policy"} & set(stage.carries):
+        digests.append(context.weights.digest)
+    if "policy" in stage.carries and context.previous:
+        digests += [ref.key for ref in context.previous.stages if ref.stage == "train"]
+    values = recipe_values(context.recipe, stage.fields)
+    return stage_key(stage.name, stage.version, values, digests, context.recipe.seed, predecessor)
 
 
 def _predecessors(stage: Stage, context: Context) -> Sequence[str | None]:
@@ -136,12 +130,6 @@ def _predecessors(stage: Stage, context: Context) -> Sequence[str | None]:
     if before is None:
         return [context.previous_digest]
     return [before.sha256] if context.uncommitted else [before.sha256, context.previous_digest]
-
-
-def _carried_digests(stage: Stage, context: Context) -> list[str]:
-    weights = [context.weights.digest] if {"weights", "policy"} & set(stage.carries) else []
-    steps = [r.key for r in context.previous.stages if r.stage == "train"] if context.previous else []
-    return weights + (steps if "policy" in stage.carries else [])
 
 
 def _make(stage: Stage, context: Context, inputs: Inputs, ids: PrefectIds) -> Built:

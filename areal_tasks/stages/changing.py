@@ -27,30 +27,22 @@ class Changes:
     def apply(self, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
         """The run and its newest recipe with all pending changes, in force from iteration `first` on."""
         for change in requested_changes(run.store, run.name, max(last_change(run.segments), self._refused)):
-            run, recipe = self._apply(change, run, recipe, first)
+            try:
+                changed = with_values(recipe, change.values)
+                self._check(changed)
+            except UserError as error:  # this start has another recipe than the one that the change was checked with
+                log.warning("%s cannot be put into force here: %s", describe(change), error)
+                note(run, "refused", change, {"why": str(error)})
+                self._refused = change.n
+                continue
+            run, recipe = run.with_change(change, first, changed), changed
+            begin = run.segments[-1].from_iteration
+            log.info("from iteration %d on: %s", begin, describe(change))
+            note(run, "changed", change, {"from_iteration": begin})
         return run, recipe
-
-    def _apply(self, change: Change, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
-        try:
-            changed = with_values(recipe, change.values)
-            self._check(changed)
-        except UserError as error:  # this start has another recipe than the one that the change was checked with
-            log.warning("%s cannot be put into force here: %s", describe(change), error)
-            note(run, "refused", change, {"why": str(error)})
-            self._refused = change.n
-            return run, recipe
-        run = run.with_change(change, first, changed)
-        first = run.segments[-1].from_iteration
-        log.info("from iteration %d on: %s", first, describe(change))
-        note(run, "changed", change, {"from_iteration": first})
-        return run, changed
 
 
 def note(run: Run, action: str, change: Change, details: Details) -> None:
     """Write to the run's log whether a change was applied."""
-    asked: dict[str, Any] = {
-        "owner": run.owner,
-        "change": change.n,
-        "by": f"{change.user}@{change.host}",
-    } | change.values
-    append_log(run.store, run.name, action, {**asked, **details})
+    asked: dict[str, Any] = {"owner": run.owner, "change": change.n, "by": f"{change.user}@{change.host}"}
+    append_log(run.store, run.name, action, {**asked, **change.values, **details})

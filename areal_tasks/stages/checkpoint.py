@@ -37,19 +37,6 @@ class UnderWay:
     started: str
     since: float
 
-    def finished(self, context: Context, wait: bool) -> WeightsRef | None:
-        """Commit it if it is written; `wait` for that. Its manifest counts once the commit of an iteration names it.
-
-        Raises TrainerDown if the trainer has ended meanwhile: its next process knows nothing of it.
-        """
-        run, prefix = context.run, paths.checkpoint_attempt(context.run.name, self.version, self.attempt)
-        command = Finish(owner=run.owner, version=self.version, prefix=prefix, wait=wait)
-        files = context.engines.actor.as_it_is().run(command, Finished).files
-        if files is None:
-            return None
-        provenance = make_provenance(run.owner, self.started)
-        return commit_weights(context.store, run.name, self.version, self.attempt, "checkpoint", files, provenance)
-
 
 class Checkpoints:
     """The checkpoints of a run, of which at most one is under way, while later iterations train."""
@@ -65,7 +52,8 @@ class Checkpoints:
         One that is due is begun; one of this version is waited for if it is `needed`. The `last` iteration of a run
         waits for one that is under way, or else for one that is due.
         """
-        held, since = _newest(context.previous)
+        before = context.previous
+        held, since = (before.checkpoint, since_checkpoint(before)) if before else (None, 0.0)
         if isinstance(context.recipe, EvaluateRecipe):
             return held, since
         train = built["train"].manifest
@@ -83,18 +71,26 @@ class Checkpoints:
     def _taken(
         self, context: Context, held: WeightsRef | None, since: float, wait: bool
     ) -> tuple[WeightsRef | None, float]:
-        """The checkpoint under way if it is written by now, else the one that was held."""
-        if (under_way := self.under_way) is None:
+        """The checkpoint under way if it is written by now, which is then committed, else the one that was held.
+
+        Its manifest counts once the commit of an iteration names it. A trainer that has been restarted since knows
+        nothing of it.
+        """
+        if (made := self.under_way) is None:
             return held, since
+        run, prefix = context.run, paths.checkpoint_attempt(context.run.name, made.version, made.attempt)
+        command = Finish(owner=run.owner, version=made.version, prefix=prefix, wait=wait)
         try:
-            found = under_way.finished(context, wait)
+            files = context.engines.actor.as_it_is().run(command, Finished).files
+            if files is None:
+                return held, since
+            provenance = make_provenance(run.owner, made.started)
+            found = commit_weights(context.store, run.name, made.version, made.attempt, "checkpoint", files, provenance)
         except (TrainerDown, StoreError) as error:
-            self._failed(under_way.version, error)
-            return held, since
-        if found is None:
+            self._failed(made.version, error)
             return held, since
         self.under_way = None
-        return found, max(since - under_way.since, 0.0)
+        return found, max(since - made.since, 0.0)
 
     def _begin(self, context: Context, train: StageManifest, since: float) -> None:
         """Have the trainer copy all that it needs to continue from the result of `train`, and write the copy."""
@@ -111,11 +107,6 @@ class Checkpoints:
         """Nothing is lost but time at a restart: tables suffice to retrain. The next iteration tries again."""
         self.under_way = None
         log.warning("no checkpoint of version %d: %s", version, error)
-
-
-def _newest(commit: IterationCommit | None) -> tuple[WeightsRef | None, float]:
-    """The checkpoint that a commit names, and the seconds of training since."""
-    return (commit.checkpoint, since_checkpoint(commit)) if commit else (None, 0.0)
 
 
 def since_checkpoint(commit: IterationCommit) -> float:

@@ -17,6 +17,7 @@ from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.judging import verdict_table
+from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.made_with import ENGINE_FIELDS
 from areal_tasks.rollout.orders import Written
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS, evaluation_rollout
@@ -24,7 +25,7 @@ from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.staleness import Staleness
-from areal_tasks.stages.generation import check_versions, in_loop, rollouts_of, sizes_of
+from areal_tasks.stages.generation import check_versions, in_loop, order_of, sizes_of
 from areal_tasks.stages.progress import reported
 from areal_tasks.stages.prompts import dropped_eval_prompts
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
@@ -65,7 +66,9 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     if source:
         samples = read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)  # without verdicts
     else:
-        samples = generated_samples(context, inputs, label)
+        servers = context.engines.servers
+        with held_server(servers, context.held) if context.held else nullcontext(servers.inference()) as client:
+            samples = generated_by(client, context, inputs, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)
     shares = verdict_shares(results)
@@ -83,15 +86,11 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     return Output({"evaluate": table}, {**accuracy, **sizes, **shares, **dropped}, also_read)
 
 
-def generated_samples(context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """Completions of the held-out prompts by the weights that are evaluated, as a `ROLLOUT` table."""
-    servers = context.engines.servers
-    with held_server(servers, context.held) if context.held else nullcontext(servers.inference()) as client:
-        return generated_by(client, context, inputs, label)
-
-
 def generated_by(client: InferenceClient, context: Context, inputs: Inputs, label: str) -> pa.Table:
-    """The same by the servers of this client, which hold these weights: a rollout worker has them generate."""
+    """Completions of the held-out prompts, as a `ROLLOUT` table: a rollout worker has the client's servers generate.
+
+    They hold the weights that are evaluated.
+    """
     servers, rollouts, version = context.engines.servers, evaluation(client, context, inputs), context.weights.version
     tracker, size, samples = rollouts.tracker, rollouts.limits.group_size, ROLLOUT.empty_table()
     wanted = tracker.rule.capacity(version, tracker.rule.last)
@@ -121,8 +120,9 @@ def evaluation(client: InferenceClient, context: Context, inputs: Inputs) -> Rol
     left_out = set(range(max(groups, default=0))) - groups
     tracker = GroupTracker(rule, version, SettledGroups().add(left_out))
     spool = Spool(run.store, run.name, run.owner, NOT_SPOOLED)
-    prompts = inputs.ref("eval_prompts")
-    return rollouts_of(context, client, prompts, tracker, evaluation_rollout(recipe), spool, evaluates=True)
+    order = order_of(context, client, inputs.ref("eval_prompts"), NOT_SPOOLED, evaluates=True)
+    access, limits = context.engines.supervisor.access, evaluation_rollout(recipe)
+    return Rollouts(tracker, client, order, lambda url, flow: Link(url, access, flow), limits, spool)
 
 
 def taken(store: Store, parts: Sequence[Written]) -> pa.Table:

@@ -24,7 +24,7 @@ from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.losses import recover
 from areal_tasks.rollout.made_with import ENGINE_FIELDS, made_with
-from areal_tasks.rollout.orders import Begin, Ended
+from areal_tasks.rollout.orders import Begin
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
@@ -98,9 +98,8 @@ class Generation:
 
         The workers write them below `prefix`. The metrics include the groups rejected since the last iteration.
 
-        Raises:
-            UserError: the servers hold other weights than the iteration begins with, or too many samples could not be
-                verified. Other errors as of `Rollouts.take`.
+        Raises UserError: the servers hold other weights than the iteration begins with, or too many samples could not
+        be verified. Other errors as of `Rollouts.take`.
         """
         eta = self.tracker.rule.eta(context.iteration)
         lag = context.iteration if eta else 0  # if they lag, the rule does not let groups begin that would be too old
@@ -113,7 +112,10 @@ class Generation:
 
         with reported(f"rollout {context.iteration}", "samples", count):
             parts = self._servers.call(rollouts.take(prefix), generates=rollouts.client)
-        check_verdicts(rollouts.judged, context.recipe)
+        recipe, judged = context.recipe, rollouts.judged
+        assert isinstance(recipe, RlhfRecipe)
+        if judges_groups(recipe, recipe.rollout):  # of rejected groups too; else the stage `verify` checks them
+            check_failures([one for group in list(judged) for one in judged.pop(group).verdicts], recipe.reward)
         tables = {name: whole(context.store, [part.tables[name] for part in parts]) for name in parts[0].tables}
         sizes = sizes_of(sum(p.samples for p in parts), sum(p.tokens for p in parts), sum(p.truncated for p in parts))
         return Output(tables, sizes | rollouts.rejections.metrics())
@@ -146,9 +148,8 @@ class Generation:
 
     def close(self) -> None:
         """Abandon running groups, and write finished ones to the store."""
-        if self._rollouts is None:
-            return
-        self._servers.workers.end(self._rollouts)
+        if self._rollouts is not None:
+            self._servers.workers.end(self._rollouts)
 
     def recipes_have_changed(self, first: int) -> None:
         """Apply the changed recipes of the iterations from `first` on. No iteration may be taking groups."""
@@ -189,8 +190,10 @@ class Generation:
         self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
         rejected = recover(self.tracker, spool)
-        client, prompts = self._servers.inference(waits=False), inputs.ref("prompts")
-        rollouts = rollouts_of(context, client, prompts, self.tracker, recipe.rollout, spool)
+        client = self._servers.inference(waits=False)
+        order = order_of(context, client, inputs.ref("prompts"), self._made_with)
+        access, limits = context.engines.supervisor.access, recipe.rollout
+        rollouts = Rollouts(self.tracker, client, order, lambda url, flow: Link(url, access, flow), limits, spool)
         rollouts.held = self._held
         if context.iteration == self._first:  # else the metrics of a reused rollout may have counted them
             rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
@@ -208,20 +211,6 @@ class Generation:
 
 async def in_loop(action: Callable[[], None]) -> None:
     action()
-
-
-def rollouts_of(
-    context: Context,
-    client: InferenceClient,
-    prompts: TableRef,
-    tracker: GroupTracker,
-    limits: RolloutSettings,
-    spool: Spool,
-    evaluates: bool = False,
-) -> Rollouts:
-    """The groups of `tracker`, to be generated on the servers of `client` as the recipe of this iteration says."""
-    order, access = order_of(context, client, prompts, spool.made_with, evaluates), context.engines.supervisor.access
-    return Rollouts(tracker, client, order, lambda url, rollouts: Link(url, access, rollouts), limits, spool)
 
 
 def order_of(
@@ -259,16 +248,6 @@ def whole(store: Store, parts: Sequence[TableRef]) -> TableRef:
         return parts[0]
     table = TableRef(name=parts[0].name, digest="", shards=tuple(shard for part in parts for shard in part.shards))
     return table.model_copy(update={"digest": content_digest(read_table(store, table))})
-
-
-def check_verdicts(judged: dict[int, Ended], recipe: Recipe) -> None:
-    """UserError if too many samples since the last iteration, of rejected groups too, could not be verified.
-
-    Verdicts that decide nothing about a group are left to the stage `verify`.
-    """
-    assert isinstance(recipe, RlhfRecipe)
-    if judges_groups(recipe, recipe.rollout):
-        check_failures([one for group in list(judged) for one in judged.pop(group).verdicts], recipe.reward)
 
 
 def sizes_of(samples: int, tokens: int, truncated: int) -> dict[str, float]:

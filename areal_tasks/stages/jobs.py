@@ -19,7 +19,6 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The name of the stage's task run."""
         return self.stage.label(self.context)
 
     def run(self, ids: PrefectIds) -> Built:

@@ -25,7 +25,7 @@ from areal_tasks.stages.jobs import Execute, IterationResult, Job, run_directly
 from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
-from areal_tasks.stages.stage import Context, Kind, Stage
+from areal_tasks.stages.stage import Context, Kind, Stage, demonstrations
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
@@ -81,11 +81,9 @@ class Loop:
         return 0 if self.head is None else self.head.iteration + 1
 
     def plan(self, k: int) -> Plan:
-        """The graph of iteration `k`."""
         return iteration_plan(self.recipe_at(k), k)
 
     def recipe_at(self, k: int) -> Recipe:
-        """The recipe in force in iteration `k`."""
         segment = self.run.segment_at(max(k, self.run.first))
         if segment.n not in self._recipes:
             self._recipes[segment.n] = self.run.recipe_of(segment, self.recipe)
@@ -339,16 +337,14 @@ class Loop:
         return self._labelled(self._job("evaluate", plan, after, built))
 
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
-        """Commit the iteration, which makes it part of the run's history."""
         weights = self._new_weights(context, built)
         checkpoint, seconds = self._checkpoint(context, built)
-        segment = self.run.segment_at(context.iteration).n
         commit = IterationCommit(
             run=self.run.name,
             iteration=context.iteration,
             attempt=new_attempt(),
             previous=context.previous_digest,
-            segment=segment,
+            segment=self.run.segment_at(context.iteration).n,
             stages=tuple(result.ref for result in built.values()),
             weights=weights,
             checkpoint=checkpoint,
@@ -364,7 +360,11 @@ class Loop:
 
         Also how metrics and weights that were retrained during the iteration compare with the committed ones.
         """
-        found = context.state_after() | {"train_seconds_since_checkpoint": seconds}
+        if context.generation is not None:
+            found = context.generation.state()
+        else:
+            found = {"next_group": context.next_group + demonstrations(context.recipe)}
+        found["train_seconds_since_checkpoint"] = seconds
         if (retrained := self.engines.actor.take_retrained()) is not None:
             found["replayed"] = asdict(retrained)
         if (k := self._overlap.evaluating) is not None:

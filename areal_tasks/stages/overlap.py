@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Execute, Job
@@ -17,26 +17,18 @@ from areal_tasks.store.parallel import in_background
 Results = Mapping[str, Built]  # by label: a later iteration has such stages of its own
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation under way. Unless it has a server of its own, all servers keep its weights until its end."""
-
-    job: Job
-    result: Future[Built]
-
-
 class Overlap:
     """The publication and the evaluation in progress. `execute` runs jobs; it is called in other threads."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
         self._publication: Future[Results] | None = None
-        self._evaluation: Evaluation | None = None  # begun by the thread of the publication, at its end
+        self._evaluation: tuple[Job, Future[Built]] | None = None  # begun by the thread of the publication, at its end
 
     @property
     def evaluating(self) -> int | None:
         """The iteration whose evaluation is under way."""
-        return None if self._evaluation is None else self._evaluation.job.context.iteration
+        return None if self._evaluation is None else self._evaluation[0].context.iteration
 
     def begin(self, publish: Callable[[], Results], evaluation: Job | None, several: bool) -> None:
         """Begin `publish`, and then the evaluation of the version that it gives the servers.
@@ -50,7 +42,7 @@ class Overlap:
             published = publish()
             if evaluation is not None:
                 job = on_own_server(evaluation, published) if several else evaluation
-                self._evaluation = Evaluation(job, in_background(lambda: self._execute([job])[0], job.label))
+                self._evaluation = job, in_background(lambda: self._execute([job])[0], job.label)
             return published
 
         self._publication = in_background(work, "publication")
@@ -62,10 +54,11 @@ class Overlap:
         """
         publication, self._publication = self._publication, None
         found = dict(publication.result()) if publication is not None else {}
-        if (under_way := self._evaluation) is not None:
-            alone = under_way.job.context.held is not None
-            if evaluation or not alone or under_way.result.done():
-                found[under_way.job.label] = under_way.result.result()
+        if self._evaluation is not None:
+            job, result = self._evaluation
+            alone = job.context.held is not None  # else all servers keep its weights until its end
+            if evaluation or not alone or result.done():
+                found[job.label] = result.result()
                 self._evaluation = None
         return found
 

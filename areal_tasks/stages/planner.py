@@ -6,7 +6,7 @@ writes or a table that two stages write is rejected before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -26,7 +26,7 @@ class Plan:
     """
 
     stages: tuple[Stage, ...]
-    waits: Mapping[str, frozenset[str]]
+    waits: Mapping[str, Set[str]]
     producers: Mapping[str, str]
 
     def levels(self) -> list[list[Stage]]:
@@ -48,8 +48,13 @@ def plan(available: Sequence[Stage], targets: Iterable[str]) -> Plan:
     producers = writers(available)
     by_name = {stage.name: stage for stage in available}
     needed = _closure(targets, by_name, producers)
-    waits = {name: _waits(by_name[name], producers) & needed for name in needed}
-    return Plan(tuple(by_name[name] for name in _order(waits)), waits, producers)
+    reads = {name: {producers[table] for table in by_name[name].inputs} for name in needed}
+    waits = {name: (reads[name] | set(by_name[name].after)) & needed for name in needed}
+    try:
+        order = list(TopologicalSorter({name: sorted(waits[name]) for name in sorted(waits)}).static_order())
+    except CycleError as error:
+        raise PlanError(f"the stages wait for each other in a cycle: {' → '.join(error.args[1])}") from error
+    return Plan(tuple(by_name[name] for name in order), waits, producers)
 
 
 def writers(stages: Sequence[Stage]) -> dict[str, str]:
@@ -65,32 +70,17 @@ def writers(stages: Sequence[Stage]) -> dict[str, str]:
     return found
 
 
-def _closure(targets: Iterable[str], by_name: Mapping[str, Stage], producers: Mapping[str, str]) -> frozenset[str]:
+def _closure(targets: Iterable[str], by_name: Mapping[str, Stage], producers: Mapping[str, str]) -> set[str]:
+    """The targets and all stages that write what these read, directly or indirectly."""
     found: set[str] = set()
     queue = list(targets)
     while queue:
-        name = queue.pop()
-        if name not in found:
-            found.add(name)
-            _check_columns(by_name[name], producers)
-            queue += [producers[table] for table in by_name[name].inputs]
-    return frozenset(found)
-
-
-def _check_columns(stage: Stage, producers: Mapping[str, str]) -> None:
-    for read in stage.reads:
-        table, column = read.split(".")
-        if table not in producers or column not in TABLES[table].names:
-            raise PlanError(f"stage {stage.name!r} reads {read!r}, which no stage writes")
-
-
-def _waits(stage: Stage, producers: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(producers[table] for table in stage.inputs) | frozenset(stage.after)
-
-
-def _order(waits: Mapping[str, frozenset[str]]) -> list[str]:
-    try:
-        sorter = TopologicalSorter({name: sorted(waits[name]) for name in sorted(waits)})
-        return list(sorter.static_order())
-    except CycleError as error:
-        raise PlanError(f"the stages wait for each other in a cycle: {' → '.join(error.args[1])}") from error
+        if (name := queue.pop()) in found:
+            continue
+        found.add(name)
+        for read in by_name[name].reads:
+            table, column = read.split(".")
+            if table not in producers or column not in TABLES[table].names:
+                raise PlanError(f"stage {name!r} reads {read!r}, which no stage writes")
+            queue.append(producers[table])
+    return found

@@ -49,8 +49,7 @@ def require_package(package: str, field: str) -> None:
 def check_code(recipe: Recipe) -> None:
     """Load the recipe's workflow and filter, and its verifier in a process that can be killed.
 
-    Raises:
-        UserError: one of them does not exist, cannot be imported or does not take its arguments.
+    Raises UserError: one of them does not exist, cannot be imported or does not take its arguments.
     """
     if isinstance(recipe, SftRecipe):
         return
@@ -88,15 +87,17 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     Args:
         origin: that of a derived run; not needed to continue an existing fork.
 
-    Raises:
-        UserError: the store cannot be used; the run exists with another recipe; it cannot be derived from this parent;
-            or model, data, or the module of the verifier do not exist.
+    Raises UserError: the store cannot be used; the run exists with another recipe; it cannot be derived from this
+    parent; or model, data, or the module of the verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None
     stored = read_stored_run(store, name) if name else StoredRun(store, name)
     origin = origin or stored.fork
     if origin is not None and origin.kind == "fork":
-        recipe = _forked(recipe, stored, origin)
+        parent = load_run(store, origin.parent)
+        if stored.record is None:
+            check_forkable(parent, origin.iteration)
+        recipe = inherit_model(parent, origin.iteration, recipe)
     elif isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
         first, recipe = warm_start(recipe, name)
     recipe, kept = stored.recipe_to_continue(recipe)
@@ -108,13 +109,6 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     if not isinstance(recipe, SftRecipe):
         check_module(recipe.reward.verifier)
     return Checked(recipe, kept, stored, origin)
-
-
-def _forked(recipe: Recipe, stored: StoredRun, origin: Origin) -> Recipe:
-    parent = load_run(stored.store, origin.parent)
-    if stored.record is None:
-        check_forkable(parent, origin.iteration)
-    return inherit_model(parent, origin.iteration, recipe)
 
 
 def _check_sources(recipe: Recipe, store: Store, own_model: bool) -> None:

@@ -14,32 +14,28 @@ EVERY_SECONDS: Final = 30.0
 
 log = logging.getLogger(__name__)
 
-Count = Callable[[], tuple[int, int]]
-
 
 @contextmanager
-def reported(label: str, unit: str, count: Count) -> Iterator[None]:
+def reported(label: str, unit: str, count: Callable[[], tuple[int, int]]) -> Iterator[None]:
     """While inside, log every `EVERY_SECONDS` how many `unit` of `label` are done.
 
     `count` gives (done, total) and is called in a thread of its own. A total of 0 means unknown: nothing is logged.
     """
-    ended = threading.Event()
-    arguments = (label, unit, count, EVERY_SECONDS, ended)
-    reporter = threading.Thread(target=_report, args=arguments, name=f"progress of {label}", daemon=True)
+    ended, every, started = threading.Event(), EVERY_SECONDS, time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(every):
+            done, of = count()
+            if of:
+                log.info("%s", progress_line(label, unit, done, of, time.monotonic() - started))
+
+    reporter = threading.Thread(target=report, name=f"progress of {label}", daemon=True)
     reporter.start()
     try:
         yield
     finally:
         ended.set()
         reporter.join(1.0)  # not for ever: `count` may wait for an engine that has ended
-
-
-def _report(label: str, unit: str, count: Count, every: float, ended: threading.Event) -> None:
-    started = time.monotonic()
-    while not ended.wait(every):
-        done, of = count()
-        if of:
-            log.info("%s", progress_line(label, unit, done, of, time.monotonic() - started))
 
 
 def progress_line(label: str, unit: str, done: int, of: int, seconds: float) -> str:

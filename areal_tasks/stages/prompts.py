@@ -12,8 +12,6 @@ from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
 log = logging.getLogger(__name__)
 
-NEEDS_TOKENIZER = columns("initial_weights", "sha256")
-
 
 def prompts(recipe: Recipe) -> Stage:
     """`prompts` (the training split) and, where something is evaluated, `eval_prompts` (the held-out split)."""
@@ -22,7 +20,7 @@ def prompts(recipe: Recipe) -> Stage:
         kind=Kind.PURE,
         version=1,
         run=run,
-        reads=NEEDS_TOKENIZER,
+        reads=columns("initial_weights", "sha256"),  # the tokenizer
         writes=tuple(splits(recipe)),
         fields=("data", "model.max_length", *_lengths(recipe)),
         once=True,
@@ -54,20 +52,12 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         if table == "eval_prompts" and not isinstance(recipe, SftRecipe) and recipe.evaluation.limit:
             rows = rows[: recipe.evaluation.limit]
         tables[table] = render_prompts(rows, recipe.data, tokenizer, recipe.model.max_length, new_tokens(recipe, table))
-        metrics |= counts(table, split, len(rows), len(tables[table]))
+        kept, dropped = len(tables[table]), len(rows) - len(tables[table])
+        metrics |= {f"{table}_rows": float(kept), f"{table}_dropped": float(dropped)}
+        if dropped:
+            why = "leave no room within model.max_length: data.on_long_prompt drop leaves them out"
+            log.warning("%d of %d rows of split %r %s", dropped, len(rows), split, why)
     return Output(tables, metrics)
-
-
-def counts(table: str, split: str, read: int, kept: int) -> dict[str, float]:
-    """Rows of a split that became prompts, and rows that `data.on_long_prompt: drop` left out (logged)."""
-    if kept < read:
-        log.warning(
-            "%d of %d rows of split %r leave no room within model.max_length: data.on_long_prompt drop leaves them out",
-            read - kept,
-            read,
-            split,
-        )
-    return {f"{table}_rows": float(kept), f"{table}_dropped": float(read - kept)}
 
 
 def dropped_eval_prompts(prompts: StageManifest) -> dict[str, float]:

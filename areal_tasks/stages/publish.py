@@ -116,7 +116,11 @@ def check_servers(context: Context, train: StageManifest) -> dict[str, float]:
     if ref is None or not ref.rows or not servers.count or not isinstance(recipe, RlhfRecipe):
         return {}
     table = read_table(context.store, ref)
-    requests, client = requests_for(table), servers.inference(waits=False)
+    requests = [  # to score a row's tokens under its version, on any server
+        GenerateRequest(row["input_ids"], 1, group=number, floor=row["version"], scored_from=row["scored_from"])
+        for number, row in enumerate(table.to_pylist())
+    ]
+    client = servers.inference(waits=False)
     results = servers.call(client.generate(requests), generates=client)
     by_server = torch.tensor([score for result in results for score in result.prompt_logprobs])
     by_trainer = torch.tensor(pc.list_flatten(table["scores"]).to_pylist())
@@ -127,11 +131,3 @@ def check_servers(context: Context, train: StageManifest) -> dict[str, float]:
     said = f"The servers were to generate with version {requests[0].floor}."
     check_agreement(found, recipe.algorithm.max_logprob_gap, len(by_server), said)
     return found | {"compared": float(len(by_server))}
-
-
-def requests_for(table: pa.Table) -> list[GenerateRequest]:
-    """For each row a request that scores its tokens under the row's version, on any server."""
-    return [
-        GenerateRequest(row["input_ids"], 1, group=number, floor=row["version"], scored_from=row["scored_from"])
-        for number, row in enumerate(table.to_pylist())
-    ]

@@ -175,8 +175,8 @@ def replay_segments(original: Run, origin: Origin, name: str, changes: Sequence[
     A replay has the iterations that were committed when it was created. The recorded samples may come from other
     weights than the replay's, so the limit on the train-inference mismatch is lifted, unless a change sets it.
 
-    Raises:
-        UserError: the original has not committed the iteration to begin at, or the replay does not allow the changes.
+    Raises UserError: the original has not committed the iteration to begin at, or the replay does not allow the
+    changes.
     """
     reference = find_reference(original.store, original.name, name)
     committed = reference.iteration if reference else original.committed
@@ -187,17 +187,16 @@ def replay_segments(original: Run, origin: Origin, name: str, changes: Sequence[
             f"Run {original.name!r} has committed {committed} iterations: replay it at 0 to {committed - 1}, "
             f"not at {origin.iteration}."
         )
-    runs = groupby(range(origin.iteration, committed), lambda k: original.segment_at(k).attempt)
-    return [_changed(original, origin, next(iterations), changes) for _, iterations in runs]
-
-
-def _changed(original: Run, origin: Origin, first: int, changes: Sequence[str]) -> tuple[int, Recipe]:
-    there = parse_recipe(original.recipe_at(first), original.name)
-    lifts = origin.counterfactual and isinstance(there, RlhfRecipe)
-    lifted = [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if lifts else []
-    recipe = parse_recipe(apply_overrides(parent_values(original, first), lifted), original.name, changes)
-    _check_replay(original, origin, there, recipe)
-    return first, recipe
+    found = list[tuple[int, Recipe]]()
+    same = groupby(range(origin.iteration, committed), lambda k: original.segment_at(k).attempt)
+    for first in (next(iterations) for _, iterations in same):
+        there = parse_recipe(original.recipe_at(first), original.name)
+        lifts = origin.counterfactual and isinstance(there, RlhfRecipe)
+        lifted = [f"algorithm.max_logprob_gap={MAX_LOGPROB_GAP}"] if lifts else []
+        recipe = parse_recipe(apply_overrides(parent_values(original, first), lifted), original.name, changes)
+        _check_replay(original, origin, there, recipe)
+        found.append((first, recipe))
+    return found
 
 
 def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) -> None:
@@ -209,8 +208,12 @@ def _check_replay(original: Run, origin: Origin, there: Recipe, recipe: Recipe) 
     graph = _graph(original, origin, recipe)
     changed = [name for name, value in semantic_values(recipe).items() if semantic_values(there).get(name) != value]
     for field in changed:
-        if isinstance(recipe, EvaluateRecipe):
-            _check_judgement(field, graph)
+        generates = isinstance(recipe, EvaluateRecipe) and not field.startswith("reward.")
+        if generates and any(stage.name == "evaluate" and _reads(stage, field) for stage in graph.stages):
+            raise UserError(
+                f"{field} is read by the stage that generated the completions, which this replay keeps as recorded: "
+                "start another run with it."
+            )
         _check_change(field, graph, origin, stage_at(recipe, origin.replay_from))
 
 
@@ -235,16 +238,6 @@ def _graph(original: Run, origin: Origin, recipe: Recipe) -> Plan:
             "name an earlier stage with --from, or a later one with --until."
         )
     return graph
-
-
-def _check_judgement(field: str, graph: Plan) -> None:
-    """UserError if the field affects how an evaluation's completions were generated, which a replay keeps."""
-    evaluate = next(stage for stage in graph.stages if stage.name == "evaluate")
-    if _reads(evaluate, field) and not field.startswith("reward."):
-        raise UserError(
-            f"{field} is read by the stage that generated the completions, which this replay keeps as recorded: "
-            "start another run with it."
-        )
 
 
 def _check_change(field: str, graph: Plan, origin: Origin, start: str) -> None:

@@ -40,12 +40,7 @@ def aligned(sample_ids: pa.ChunkedArray, table: pa.Table) -> pa.Table:
     wanted = pa.table({"sample_id": sample_ids, "_order": pa.array(range(len(sample_ids)))})
     joined = wanted.join(table, "sample_id", join_type="left outer").sort_by("_order").drop_columns(["_order"])
     filled = [
-        column if f.name == "sample_id" else _fill(f, column)
+        column.fill_null(pa.scalar(MISSING.get(f.name, 0)).cast(f.type)) if column.null_count else column
         for f, column in zip(joined.schema, joined.columns, strict=True)
     ]
     return pa.table(filled, names=joined.column_names)
-
-
-def _fill(field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    missing = pa.scalar(MISSING.get(field.name, 0)).cast(field.type)
-    return column.fill_null(missing) if column.null_count else column

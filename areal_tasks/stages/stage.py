@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -146,12 +146,6 @@ class Context:
     def next_group(self) -> int:
         """The first prompt position that no committed iteration has consumed."""
         return int(self.previous.state["next_group"]) if self.previous else 0
-
-    def state_after(self) -> dict[str, Any]:
-        """The prompt positions consumed after the iteration, as its commit records them."""
-        if self.generation is not None:
-            return self.generation.state()
-        return {"next_group": self.next_group + demonstrations(self.recipe)}
 
 
 def demonstrations(recipe: Recipe) -> int:

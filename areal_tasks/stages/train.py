@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from areal_tasks.engines.trainer.commands import Train, Trained
 from areal_tasks.engines.trainer.rows import read_of
 from areal_tasks.stages.progress import reported
@@ -11,16 +9,13 @@ from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, colum
 from schemas.recipe.derived import needs_proximal
 from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
 
-#: What GRPO reads beyond the sections that every trainer reads.
-GRPO_FIELDS: Final = ("rollout.temperature", "rollout.max_head_offpolicyness")
-
 
 def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
     """Per optimizer step `train_steps`, per sample `train_samples`. Carries the policy to the next version.
 
     With η > 0 also `scored`, which servers are compared with once they hold that version (`publish.py`).
     """
-    grpo = isinstance(recipe, RlhfRecipe)
+    grpo = ("rollout.temperature", "rollout.max_head_offpolicyness") if isinstance(recipe, RlhfRecipe) else ()
     return Stage(
         name="train",
         kind=Kind.TRAIN_STEP,
@@ -28,7 +23,7 @@ def train(recipe: RlhfRecipe | SftRecipe) -> Stage:
         run=run,
         reads=tuple(name for table in _tables(recipe) for name in columns(table, *read_of(table, _ages(recipe)))),
         writes=("train_steps", "train_samples", *(("scored",) if _ages(recipe) else ())),
-        fields=("trainer", "algorithm", "model", "schedule.iterations", *(GRPO_FIELDS if grpo else ())),
+        fields=("trainer", "algorithm", "model", "schedule.iterations", *grpo),
         carries=("policy",),
         after=("evaluate",)
         if isinstance(recipe, RlhfRecipe) and recipe.inference.release_memory
@@ -53,13 +48,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Train the policy from version `iteration` to the next. A retry never steps twice: the trainer knows the key."""
     # one that has made this step already, if its answer was lost, repeats that answer
     trainer = context.engines.actor.at(context.iteration, context.iteration + 1)
-    with reported(f"train {context.iteration}", "samples", trainer.work):
-        done = trainer.run(_command(context, inputs, prefix), Trained)
-    return Output(done.tables, done.metrics)
-
-
-def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
-    return Train(
+    command = Train(
         owner=context.run.owner,
         version=context.iteration,
         digest=inputs.key,
@@ -70,6 +59,9 @@ def _command(context: Context, inputs: Inputs, prefix: str) -> Train:
         prefix=prefix,
         same_attempt=same_attempt(context),
     )
+    with reported(f"train {context.iteration}", "samples", trainer.work):
+        done = trainer.run(command, Trained)
+    return Output(done.tables, done.metrics)
 
 
 def same_attempt(context: Context) -> bool:

@@ -107,7 +107,6 @@ def mean_reward(results: Sequence[VerifyResult]) -> float:
 
 
 def verdict_shares(results: Sequence[VerifyResult]) -> dict[str, float]:
-    """The share of each verdict."""
     return {v: sum(r.verdict == v for r in results) / max(len(results), 1) for v in VERDICTS}
 
 

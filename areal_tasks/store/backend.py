@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from pyarrow.fs import FileSystem
@@ -19,12 +19,10 @@ from pyarrow.fs import FileSystem
 from areal_tasks.store.in_flight import LEDGER
 from schemas.errors import UserError
 from schemas.recipe.sources import holds_credentials
+from schemas.record import SCHEMA_VERSION
 
 #: The bytes of a large object, in pieces anywhere in memory.
 Content = Sequence[bytes | memoryview]
-#: Each value has two environment variables; the first that is set counts.
-_ENDPOINT: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_REGION: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 class StoreError(UserError):
@@ -36,8 +34,6 @@ class Unavailable(StoreError):
 
 
 class Missing(StoreError):
-    """There is no object under this path."""
-
     def __init__(self, where: str) -> None:
         self.where = where
         super().__init__(f"{where} does not exist. Is the name right, and is this the right store (--store)?")
@@ -46,9 +42,9 @@ class Missing(StoreError):
 class NewerSchema(StoreError):
     """A newer version of this program wrote this record: it is not damaged."""
 
-    def __init__(self, where: str, version: int, known: int) -> None:
+    def __init__(self, where: str, version: int) -> None:
         super().__init__(
-            f"{where} was written by a newer arealflow (schema {version}; this one reads {known}): upgrade."
+            f"{where} was written by a newer arealflow (schema {version}; this one reads {SCHEMA_VERSION}): upgrade."
         )
 
 
@@ -131,7 +127,6 @@ class Store(ABC):
         """`path` as messages name it."""
 
     def put(self, path: str, data: bytes) -> None:
-        """As `put_pieces`."""
         self.put_pieces(path, [data])
 
     def exists(self, path: str) -> bool:
@@ -165,9 +160,8 @@ def store_url(named: str) -> str:
 def open_store(named: str = "") -> Store:
     """The store at this URL or folder (empty: the default one). Accesses neither disk nor network yet.
 
-    Raises:
-        UserError: it is neither a folder nor a URL `file:///…` or `s3://bucket/…`, the URL holds credentials, or S3
-            credentials are not set.
+    Raises UserError: it is neither a folder nor a URL `file:///…` or `s3://bucket/…`, the URL holds credentials, or S3
+    credentials are not set.
     """
     url = store_url(named or default_url()).rstrip("/")
     parts = urlsplit(url)
@@ -189,13 +183,9 @@ def open_store(named: str = "") -> Store:
 
 def s3_endpoint() -> str:
     """The URL of the S3 server, from the environment; empty for AWS."""
-    return _environment(_ENDPOINT)
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
 
 
 def s3_region() -> str:
     """The region; empty if the environment names none."""
-    return _environment(_REGION)
-
-
-def _environment(names: tuple[str, ...]) -> str:
-    return next((value for name in names if (value := os.environ.get(name))), "")
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION", "")

@@ -19,13 +19,12 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.commit import bytes_digest, read_record
-from areal_tasks.store.objects.scanned_files import read_file
+from areal_tasks.store.commit import bytes_digest, last_number, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import utc
 from areal_tasks.store.reachable import Reached, reachable
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_number
+from areal_tasks.store.scan import read_file
 from schemas.compaction import CompactFile, Compaction
 from schemas.manifest import IterationCommit, Provenance, ShardRef, StageManifest, StageRef
 from schemas.tables import TABLES

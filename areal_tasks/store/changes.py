@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import commit_once, find_record, new_attempt
+from areal_tasks.store.commit import commit_once, new_attempt, records_from
 from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.provenance import now
 from schemas.manifest import Change, ChangeRecord, Segment
@@ -30,8 +31,7 @@ def changed_fields(segments: Sequence[Segment]) -> list[str]:
 
 def requested_changes(store: Store, run: str, after: int = 0) -> Iterator[Change]:
     """The requested changes from number `after` + 1 on, in order; after `last_change`, those that none applies yet."""
-    while (record := find_record(store, paths.change(run, after := after + 1), ChangeRecord)) is not None:
-        yield record.change
+    return (record.change for record in records_from(store, partial(paths.change, run), after + 1, ChangeRecord))
 
 
 def request_change(store: Store, run: str, n: int, values: Mapping[str, Any]) -> Change | None:

@@ -1,15 +1,23 @@
-"""Commits: small JSON records that are created at most once. Their existence is the commit."""
+"""Commits: small JSON records that are created at most once. Their existence is the commit.
+
+Numbered records are found by reading them one by one, without a listing. So a missing one looks like the end, and a
+start of the flow would continue there and contradict the records that follow: later numbers are checked before a start
+writes (`checked_last_number`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import uuid
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
+from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import ClaimedRecord
@@ -18,6 +26,7 @@ from schemas.record import SCHEMA_VERSION, StoredRecord, is_sealed, seal_holds
 R = TypeVar("R", bound=StoredRecord)
 C = TypeVar("C", bound=ClaimedRecord)
 
+_AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # distances beyond the end at which no record should exist
 _RESTORE: Final = "Restore this file from a backup; every other iteration is unharmed."
 
 
@@ -32,8 +41,7 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     A put may be stored and still answer with an error, or be sent twice by a client that retries: whatever the
     answer, the attempt that is read back counts.
 
-    Raises:
-        StoreError: the put failed and nothing is there.
+    Raises StoreError: the put failed and nothing is there.
     """
     try:
         store.create(path, record.encode())
@@ -55,13 +63,15 @@ def append_record(store: Store, path: Callable[[int], str], n: int, make: Callab
     return record
 
 
-def read_record(store: Store, path: str, model: type[R]) -> R:
-    """The record at `path`.
+def read_record(store: Store, path: str, model: type[R], sha256: str | None = None) -> R:
+    """The record at `path`; its bytes must have the SHA-256 that another record gives, if any.
 
     Raises:
         Missing: there is none.
         UserError: it is damaged, or was written by a newer version of this program.
     """
+    if sha256 is not None:
+        return decode(store, path, model, verified(store, path, sha256))
     return read_with_digest(store, path, model)[0]
 
 
@@ -90,11 +100,6 @@ def read_folder(store: Store, folder: str, model: type[R]) -> list[R]:
     return parallel(lambda name: read_record(store, f"{folder}/{name}", model), names)
 
 
-def read_verified(store: Store, path: str, sha256: str, model: type[R]) -> R:
-    """The record at `path`, whose bytes have the SHA-256 that another record gives; else a UserError naming it."""
-    return decode(store, path, model, verified(store, path, sha256))
-
-
 def verified(store: Store, path: str, sha256: str) -> bytes:
     """The bytes at `path`, which must have this SHA-256; else a UserError that names the file."""
     data = store.read(path)
@@ -116,19 +121,15 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
         record = model.parse(data)
     except ValidationError as error:
         if (version := _schema_version(data)) > SCHEMA_VERSION:
-            raise NewerSchema(store.uri(path), version, SCHEMA_VERSION) from error
-        raise StoreError(_explain(store.uri(path), error)) from error
+            raise NewerSchema(store.uri(path), version) from error
+        first = error.errors()[0]
+        cause = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".lstrip(": ")
+        raise StoreError(f"{store.uri(path)} is damaged ({cause}). {_RESTORE}") from error
     if record.schema_version > SCHEMA_VERSION:  # its fields may be the same and mean something else
-        raise NewerSchema(store.uri(path), record.schema_version, SCHEMA_VERSION)
+        raise NewerSchema(store.uri(path), record.schema_version)
     if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
         raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
     return record
-
-
-def _explain(where: str, error: ValidationError) -> str:
-    first = error.errors()[0]
-    cause = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}".lstrip(": ")
-    return f"{where} is damaged ({cause}). {_RESTORE}"
 
 
 def _schema_version(data: bytes) -> int:
@@ -137,3 +138,52 @@ def _schema_version(data: bytes) -> int:
     except (ValueError, TypeError, KeyError):
         return 0
     return version if isinstance(version, int) else 0
+
+
+# ── numbered records ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def last_present(present: Callable[[int], bool], first: int) -> int:
+    """The last number from `first` on that is present, or `first - 1`; numbers are present without gaps.
+
+    Gallops, then bisects: O(log n) calls of `present`.
+    """
+    step = 1
+    while present(first + step - 1):
+        step *= 2
+    known = range(first + step // 2, first + step - 1)  # the one before is present (or first - 1), the one after is not
+    return known.start - 1 + bisect(known, False, key=lambda n: not present(n))
+
+
+def records_from(store: Store, path: Callable[[int], str], n: int, model: type[R]) -> Iterator[R]:
+    """The records from number `n` on, up to the first that is missing."""
+    while (record := find_record(store, path(n), model)) is not None:
+        yield record
+        n += 1
+
+
+def last_number(store: Store, path: Callable[[int], str], first: int = 1) -> int:
+    """The last number from `first` on whose record exists, or `first - 1`; O(log n) requests and no listing."""
+    return last_present(lambda n: store.exists(path(n)), first)
+
+
+def last_owner(store: Store, run: str) -> int:
+    """The number of the last start of a run's flow; 0: there was none."""
+    return last_number(store, partial(paths.owner, run))
+
+
+def checked_last_number(store: Store, path: Callable[[int], str], first: int) -> int:
+    """The last number from `first` on whose record exists; StoreError if there are some beyond a gap."""
+    last = last_number(store, path, first)
+    beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)
+    if beyond and not store.exists(path(last + 1)):  # else another start has just written it
+        raise missing_before(store, path(last + 1))
+    return last
+
+
+def missing_before(store: Store, path: str) -> StoreError:
+    """The error for a record that is missing although later ones exist."""
+    return StoreError(
+        f"{store.uri(path)} is missing, and what was written after it is there. Restore this file from a backup; "
+        "nothing was changed."
+    )

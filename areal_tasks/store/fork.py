@@ -132,8 +132,7 @@ def commits_needed(origin: Origin, end: int) -> range:
 def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
     """`recipe` with the fields that determine its parent's version 0: a child begins with the same initial weights.
 
-    Raises:
-        UserError: the recipe is another flow's, or names initial weights that are not the parent's.
+    Raises UserError: the recipe is another flow's, or names initial weights that are not the parent's.
     """
     if parent.record.flow != recipe.flow:
         raise UserError(f"Run {parent.name!r} belongs to the flow {parent.record.flow!r}, not {recipe.flow!r}.")
@@ -173,8 +172,7 @@ def _max_gap(run: Run, k: int) -> float:
 def write_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:
     """Record, for `gc`, that `child` needs the history of `parent` before `iteration`; an existing one may cover more.
 
-    Raises:
-        UserError: there is one that covers less, of a child of this name that never started.
+    Raises UserError: there is one that covers less, of a child of this name that never started.
     """
     record = Reference(
         child=child, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
@@ -200,7 +198,6 @@ def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str
 
 
 def find_reference(store: Store, parent: str, child: str) -> Reference | None:
-    """The reference that `child` has left in `parent`."""
     return find_record(store, paths.reference(parent, child), Reference)
 
 
@@ -215,9 +212,8 @@ def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
 
     Weights and checkpoints: existence and size. Tables: `check_file`.
 
-    Raises:
-        UserError: a file, which is named, is missing, damaged or written by a newer version; or weights were removed
-            on purpose.
+    Raises UserError: a file, which is named, is missing, damaged or written by a newer version; or weights were removed
+    on purpose.
     """
     refs: list[WeightsRef] = []
     try:

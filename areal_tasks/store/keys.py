@@ -34,7 +34,6 @@ def recipe_values(recipe: BaseModel, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def _key_name(path: str, info: FieldInfo) -> str:
-    """The dotted path of a field in keys."""
     section, dot, name = path.rpartition(".")
     return f"{section}{dot}{former_name(info) or name}"
 

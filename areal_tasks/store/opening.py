@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -14,11 +15,10 @@ from pydantic import ValidationError
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.changes import changed_fields
-from areal_tasks.store.commit import find_record, read_record
+from areal_tasks.store.commit import checked_last_number, find_record, missing_before, read_record, records_from
 from areal_tasks.store.fork import Origin, check_origin, origin_of
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import checked_last_number, missing_before
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe
@@ -50,7 +50,6 @@ class StoredRun:
 
     @property
     def fork(self) -> Origin | None:
-        """The origin of an existing fork."""
         return origin_of(self.record) if self.record and self.record.kind == "fork" else None
 
     @property
@@ -80,9 +79,8 @@ class StoredRun:
 def read_stored_run(store: Store, name: str) -> StoredRun:
     """The run `name` as the store has it. Writes nothing.
 
-    Raises:
-        UserError: the name is invalid; the run was removed; or a record is damaged, or is missing although later
-            records exist.
+    Raises UserError: the name is invalid; the run was removed; or a record is damaged, or is missing although later
+    records exist.
     """
     check_name(name)
     check_run_kept(store, name)
@@ -112,10 +110,7 @@ def check_name(name: str) -> None:
 
 def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tuple[Segment, ...]:
     """All segments of a run, in order, of which the first are `known`."""
-    segments = list(known)
-    while (found := find_record(store, paths.segment(run, len(segments)), Segment)) is not None:
-        segments.append(found)
-    return tuple(segments)
+    return (*known, *records_from(store, partial(paths.segment, run), len(known), Segment))
 
 
 def check_same_recipe(name: str, flow: str, recipe: BaseRecipe, segments: tuple[Segment, ...]) -> None:
@@ -132,7 +127,16 @@ def check_same_recipe(name: str, flow: str, recipe: BaseRecipe, segments: tuple[
 
 def recipe_difference(segment: Segment, recipe: BaseRecipe) -> Difference:
     """The semantic fields in which `recipe` differs from the segment's."""
-    recorded, given = semantic_values(_parse(segment, type(recipe))), semantic_values(recipe)
+    try:
+        of_run = type(recipe).model_validate(read_recorded(segment.recipe))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "recipe"
+        raise UserError(
+            f"This version cannot read the run's recipe ({where}: {first['msg']}): "
+            "continue it with the version that began it, or choose another name (run=NAME)."
+        ) from error
+    recorded, given = semantic_values(of_run), semantic_values(recipe)
     names = sorted(recorded.keys() | given.keys())
     pairs = {name: (recorded.get(name, _UNSET), given.get(name, _UNSET)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -147,15 +151,3 @@ def _remedy(name: str) -> str:
     return (
         f"Choose another name (run=NAME), or use {name}'s own values to continue it. Only schedule.iterations may grow."
     )
-
-
-def _parse(segment: Segment, model: type[BaseRecipe]) -> BaseRecipe:
-    try:
-        return model.model_validate(read_recorded(segment.recipe))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "recipe"
-        raise UserError(
-            f"This version cannot read the run's recipe ({where}: {first['msg']}): "
-            "continue it with the version that began it, or choose another name (run=NAME)."
-        ) from error

@@ -63,7 +63,6 @@ def node(run: str, owner: int, name: str, restart: int) -> str:
 
 
 def logs(run: str) -> str:
-    """The folder of what the run's services have logged."""
     return f"{run}/logs"
 
 
@@ -93,7 +92,6 @@ def spool(run: str) -> str:
 
 
 def spool_record(run: str, start: int, n: int) -> str:
-    """The n-th spool record of a start."""
     return f"{spool(run)}/{start}/{n}.json"
 
 
@@ -124,7 +122,6 @@ def weights(run: str, version: int, attempt: str) -> str:
 
 
 def weights_attempt(run: str, version: int, attempt: str) -> str:
-    """The folder of its files."""
     return f"{run}/weights/version={version:06d}/attempt={attempt}"
 
 
@@ -134,7 +131,6 @@ def checkpoint(run: str, version: int, attempt: str) -> str:
 
 
 def checkpoint_attempt(run: str, version: int, attempt: str) -> str:
-    """The folder of its files."""
     return f"{run}/checkpoints/version={version:06d}/attempt={attempt}"
 
 
@@ -149,7 +145,6 @@ def compaction(run: str, first: int, stop: int, generation: int, attempt: str) -
 
 
 def compact_attempt(run: str, attempt: str) -> str:
-    """The folder of a compaction's files."""
     return f"{compactions(run)}/attempt={attempt}"
 
 
@@ -162,8 +157,7 @@ def attempt_folder(path: str) -> str:
 def version_of(manifest: str) -> tuple[str, int, str]:
     """What a manifest of weights or of a checkpoint is of: the kind (`weights`, `checkpoint`), version and attempt.
 
-    Raises:
-        ValueError: this is no path of such a manifest.
+    Raises ValueError: this is no path of such a manifest.
     """
     found = _VERSION.fullmatch(manifest)
     if found is None:

@@ -40,7 +40,10 @@ def make_provenance(
 @cache
 def code_version() -> str:
     """`git describe` of the checkout this code runs from, else the version of the installed package."""
-    return _git_version(Path(__file__).resolve().parents[2]) or _package_version()
+    try:
+        return _git_version(Path(__file__).resolve().parents[2]) or version("arealflow")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _git_version(root: Path) -> str:
@@ -52,10 +55,3 @@ def _git_version(root: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):  # no git on this machine, or a checkout on a disk that hangs
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _package_version() -> str:
-    try:
-        return version("arealflow")
-    except PackageNotFoundError:
-        return "unknown"

@@ -8,20 +8,20 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 import duckdb
 import pyarrow as pa
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import DERIVED, Catalog
-from areal_tasks.store.objects.scanned_files import DamagedCopy
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.record_tables import log_table, segments_table, spool_table, starts_table
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.scan import LazyDataset, derived_dataset, table_dataset
+from areal_tasks.store.scan import DamagedCopy, derived_dataset, table_dataset
 from areal_tasks.store.system import system_table
 from schemas.errors import UserError
 from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, View
@@ -29,7 +29,7 @@ from schemas.views import LOG, SEGMENTS, SHARED, SPOOL, STARTS, SYSTEM, VIEWS, V
 A = TypeVar("A")
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """One or several runs, open for queries, as they were committed when the session was made. A context manager.
 
     Views: one per table (with the iteration), those of `schemas.views.VIEWS`, `stages`, `commits`, `shards`, `log`,
@@ -43,18 +43,18 @@ class Session:
         several = several or len(names) > 1
         if not names or len(set(names)) < len(names):
             raise UserError(f"Name one run or several, each once; given: {', '.join(names) or 'none'}.")
-        catalogs = parallel(lambda name: _opened(store, name, compacted), names)
+        catalogs = parallel(lambda name: Catalog(load_run(store, name), compacted), names)
+        parallel(lambda catalog: catalog.stages_of, catalogs)  # read here, in parallel for several runs
         self.connection = duckdb.connect(
             config={"enable_external_access": "false", "autoload_known_extensions": "false"}
         )
         self.connection.execute("SET python_enable_replacements = false")
         schemas = [f"run_{i}" for i in range(len(names))]
         self.runs = [RunViews(self.connection, *part) for part in zip(catalogs, schemas, strict=True)]
-        create_joint_views(self.connection, self.runs, several)
+        for name in sorted({name for run in self.runs for name in run.names}):
+            parts = [run.select(name, several) for run in self.runs if name in run.names]
+            self.connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
         self.connection.execute("SET lock_configuration = true")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.connection.close()
@@ -62,9 +62,8 @@ class Session:
     def sql(self, query: str) -> pa.Table:
         """The answer to one SELECT over the run's views.
 
-        Raises:
-            UserError: the query is no single SELECT, DuckDB refuses it (its message, and a list of the views), or a
-                file of the store is damaged.
+        Raises UserError: the query is no single SELECT, DuckDB refuses it (its message, and a list of the views), or a
+        file of the store is damaged.
         """
         check_statement(query)
         for run in self.runs:
@@ -113,19 +112,8 @@ class Session:
         return UserError(f"{error}\nViews of run {runs}: {', '.join(names)}.")
 
 
-def _opened(store: Store, name: str, compacted: bool) -> Catalog:
-    """A run's catalog that has read which tables there are."""
-    catalog = Catalog(load_run(store, name), compacted)
-    assert catalog.stages_of is not None  # read here, in parallel for several runs
-    return catalog
-
-
 def run_sql(store: Store, run: str, query: str) -> pa.Table:
-    """The answer to one SELECT over the run's views.
-
-    Raises:
-        UserError: there is no such run, or as `Session.sql`.
-    """
+    """The answer to one SELECT over the run's views. Raises UserError: there is no such run, or as `Session.sql`."""
     with Session(store, run) as session:
         return session.sql(query)
 
@@ -171,14 +159,21 @@ class RunViews:
         self.schema = schema
         self.tables_by_view = tables_by_view(catalog)
         self.views = _views(self.tables_by_view.keys())
-        self.lazies = _datasets(catalog, self.tables_by_view)
-        _create_views(connection, schema, self.lazies)
+        # they must not refer to the connection, which would then never be freed
+        lazies = {name: table_dataset(catalog, table) for name, table in self.tables_by_view.items()}
+        lazies |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
+        lazies |= {name: derived_dataset(kind, partial(rows, catalog)) for name, (kind, rows) in _OF_RECORDS.items()}
+        self.lazies = lazies  # the data sets that SQL scans, by name
         self.defined: dict[str, str] = {}
+        connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
+        connection.execute(f"SET schema = '{schema}'")
+        for name, dataset in self.lazies.items():
+            connection.from_arrow(dataset).create_view(name)
+        connection.execute("SET schema = 'main'")
         self.define(frozenset())
 
     @property
     def names(self) -> list[str]:
-        """The names of all views."""
         return sorted({*self.lazies, *(view.name for view in self.views)})
 
     def define(self, unused: Set[str]) -> None:
@@ -195,22 +190,17 @@ class RunViews:
         used = {join.table for join in joins if not words.isdisjoint(join.columns.values())}
         return {join.table for join in joins} - used
 
+    def select(self, view: str, several: bool) -> str:
+        """The query for the rows of a view, with the column `run`.
 
-def _datasets(catalog: Catalog, tables_by_view: Mapping[str, str]) -> dict[str, LazyDataset]:
-    """The data sets that SQL scans, by name. They must not refer to the connection, which would then never be freed."""
-    made = {name: table_dataset(catalog, table) for name, table in tables_by_view.items()}
-    made |= {name: derived_dataset(schema, partial(catalog.rows, name)) for name, schema in DERIVED.items()}
-    made |= {name: derived_dataset(schema, partial(rows, catalog)) for name, (schema, rows) in _OF_RECORDS.items()}
-    return made
-
-
-def _create_views(connection: duckdb.DuckDBPyConnection, schema: str, datasets: Mapping[str, LazyDataset]) -> None:
-    """Create a view of each data set in a schema."""
-    connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
-    connection.execute(f"SET schema = '{schema}'")
-    for name, dataset in datasets.items():
-        connection.from_arrow(dataset).create_view(name)
-    connection.execute("SET schema = 'main'")
+        Where a view has its own column `run` (the run that made the row), it is called `made_by` if `several`; else it
+        is the only one.
+        """
+        if view in _MADE_BY and not several:
+            columns = "*"
+        else:
+            columns = f"'{self.catalog.run.name}' AS run, *" + (" RENAME (run AS made_by)" if view in _MADE_BY else "")
+        return f"SELECT {columns} FROM {self.schema}.{view}"
 
 
 def tables_by_view(catalog: Catalog) -> dict[str, str]:
@@ -231,21 +221,3 @@ def _views(tables: Set[str]) -> list[View]:
         if view.name not in tables and view.needs <= tables | found.keys():
             found.setdefault(view.name, view)
     return list(found.values())
-
-
-def create_joint_views(connection: duckdb.DuckDBPyConnection, runs: Sequence[RunViews], several: bool) -> None:
-    """Create views on the connection with the rows of all runs, and the column `run`.
-
-    Where a view has its own column `run` (the run that made the row), it is called `made_by` if `several`; else it is
-    the only one.
-    """
-    for name in sorted({name for run in runs for name in run.names}):
-        parts = [f"SELECT {_columns(run, name, several)} FROM {run.schema}.{name}" for run in runs if name in run.names]
-        connection.execute(f"CREATE VIEW {name} AS {' UNION ALL BY NAME '.join(parts)}")
-
-
-def _columns(run: RunViews, view: str, several: bool) -> str:
-    of_run = f"'{run.catalog.run.name}' AS run"
-    if view not in _MADE_BY:
-        return f"{of_run}, *"
-    return f"{of_run}, * RENAME (run AS made_by)" if several else "*"

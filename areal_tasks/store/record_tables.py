@@ -15,12 +15,11 @@ from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog, provenance_row
 from areal_tasks.store.changes import describe
-from areal_tasks.store.commit import read_record
+from areal_tasks.store.commit import last_owner, read_record
 from areal_tasks.store.history.journal import end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now, utc
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_owner
 from areal_tasks.store.spool import read_spool
 from areal_tasks.store.waits import may_run
 from schemas.errors import UserError

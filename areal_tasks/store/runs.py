@@ -19,9 +19,9 @@ from areal_tasks.store.commit import (
     commit_once,
     decode,
     find_record,
+    last_number,
     new_attempt,
     read_record,
-    read_verified,
 )
 from areal_tasks.store.fork import (
     Origin,
@@ -46,7 +46,6 @@ from areal_tasks.store.opening import (
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import (
     PROMPT_ORDER,
@@ -74,8 +73,6 @@ class HeadMoved(StoreError):
 
 @dataclass(frozen=True)
 class CommittedStage:
-    """A committed stage, and the reference to it."""
-
     manifest: StageManifest
     ref: StageRef
 
@@ -99,11 +96,8 @@ class Run:
     @property
     def label(self) -> str:
         """The name; for a counterfactual replay also the run whose rollouts it has."""
-        return (
-            f"{self.name} (counterfactual: rollouts of {self.record.parent})"
-            if self.record.counterfactual
-            else self.name
-        )
+        kept = f" (counterfactual: rollouts of {self.record.parent})" if self.record.counterfactual else ""
+        return f"{self.name}{kept}"
 
     @property
     def first(self) -> int:
@@ -195,8 +189,7 @@ class Run:
         A start that is no longer the owner cannot add one that the next owner misses: that one reads the changes after
         it has claimed the run, and before it commits anything.
 
-        Raises:
-            Superseded: a later start of the flow owns the run.
+        Raises Superseded: a later start of the flow owns the run.
         """
         self.check_owner()
         return _with_segment(self, first, recipe, change)
@@ -213,7 +206,7 @@ class Run:
 
     def read_stage(self, ref: StageRef) -> StageManifest:
         """The stage manifest that a commit names, whose bytes are verified."""
-        return read_verified(self.store, ref.path, ref.sha256, StageManifest)
+        return read_record(self.store, ref.path, StageManifest, ref.sha256)
 
     def read_manifest(self, path: str) -> StageManifest:
         """The stage manifest at `path`, as the `inputs` of another manifest name it."""
@@ -255,9 +248,8 @@ def open_run(
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
         stored: what the store holds of the run, if the caller has read it.
 
-    Raises:
-        UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
-            and remedies are named.
+    Raises UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
+    and remedies are named.
     """
     stored = stored or read_stored_run(store, name)
     stored.check(recipe, origin)  # before the claim fences off a running start
@@ -273,7 +265,10 @@ def open_run(
     run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
     for first, part in segments[len(run.segments) :]:
         run = _with_segment(run, first, part)
-    return _with_last_recipe(run, recipe)
+    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
+        run = _with_segment(run, run.committed if run.segments else run.first, recipe)
+    check_same_recipe(run.name, record.flow, recipe, run.segments)  # a concurrent start may have won
+    return run
 
 
 def load_run(store: Store, name: str) -> Run:
@@ -350,14 +345,6 @@ def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
         )
 
     return append_record(store, partial(paths.owner, name), last + 1, owner).n
-
-
-def _with_last_recipe(run: Run, recipe: BaseRecipe) -> Run:
-    """The run with `recipe` as its last segment, which is appended if the run is new or gets more iterations."""
-    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
-        run = _with_segment(run, run.committed if run.segments else run.first, recipe)
-    check_same_recipe(run.name, run.record.flow, recipe, run.segments)  # a concurrent start may have won
-    return run
 
 
 def _with_segment(run: Run, first: int, recipe: BaseRecipe, change: Change | None = None) -> Run:

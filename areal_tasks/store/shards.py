@@ -34,12 +34,12 @@ def write_table(
 
     `file`: prefix of the shards' names, for one of several parts of a table; default: the table's name.
 
-    Raises:
-        ValueError: it violates `schemas.tables.TABLES[name]`: other columns or types, nulls, lists that are not
-            `num_tokens` long.
+    Raises ValueError: it violates `schemas.tables.TABLES[name]`: other columns or types, nulls, lists that are not
+    `num_tokens` long.
     """
     _check(name, table)
-    step = _rows_per_shard(table, max_rows)
+    row_bytes = table.nbytes // max(table.num_rows, 1) + 1
+    step = max(1, min(max_rows, _SHARD_BYTES // row_bytes))
     starts = range(0, max(table.num_rows, 1), step)
     parts = [(f"{prefix}/{file or name}-{i:05d}.parquet", table.slice(start, step)) for i, start in enumerate(starts)]
     shards = parallel(lambda part: _write_shard(store, *part), parts)
@@ -49,8 +49,7 @@ def write_table(
 def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of `ref`, only `columns` if given, once the SHA-256 of every shard has been verified.
 
-    Raises:
-        UserError: a shard is missing or damaged; the message names the file.
+    Raises UserError: a shard is missing or damaged; the message names the file.
     """
     wanted = schema_of(ref.name, TABLES[ref.name].names if columns is None else columns)
     tables = parallel(lambda shard: read_shard(store, shard, wanted.names), ref.shards)
@@ -60,8 +59,7 @@ def read_table(store: Store, ref: TableRef, columns: Sequence[str] | None = None
 def read_file(name: str, path: Path, columns: Sequence[str]) -> pa.Table:
     """`columns` of a verified file of the table `name` on this disk. Each page's checksum is verified again.
 
-    Raises:
-        UserError: the file has been damaged since it was verified.
+    Raises UserError: the file has been damaged since it was verified.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -74,13 +72,7 @@ def read_file(name: str, path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def schema_of(name: str, columns: Sequence[str]) -> pa.Schema:
-    """The schema of these columns of a table."""
     return pa.schema([TABLES[name].field(column) for column in columns])
-
-
-def _rows_per_shard(table: pa.Table, max_rows: int) -> int:
-    row_bytes = table.nbytes // max(table.num_rows, 1) + 1
-    return max(1, min(max_rows, _SHARD_BYTES // int(row_bytes)))
 
 
 def _write_shard(store: Store, path: str, table: pa.Table) -> ShardRef:
@@ -148,20 +140,15 @@ def _check(name: str, table: pa.Table) -> None:
     wanted = TABLES[name]
     if not table.schema.equals(wanted):
         raise ValueError(f"table {name!r} violates its schema: {_difference(wanted, table.schema)}")
-    for column in table.column_names:
-        _check_column(name, table, column)
-
-
-def _check_column(name: str, table: pa.Table, column: str) -> None:
-    values = table.column(column)
-    if values.null_count:
-        raise ValueError(f"table {name!r}, column {column!r}: {values.null_count} nulls where none are allowed")
-    if not pa.types.is_list(values.type):
-        return
-    if any(chunk.flatten().null_count for chunk in values.chunks):
-        raise ValueError(f"table {name!r}, column {column!r}: a list holds nulls")
-    if "num_tokens" in table.column_names and not pc.list_value_length(values).equals(table.column("num_tokens")):
-        raise ValueError(f"table {name!r}, column {column!r}: its lists are not num_tokens long")
+    tokens = table.column("num_tokens") if "num_tokens" in table.column_names else None
+    for column, values in zip(table.column_names, table.columns, strict=True):
+        is_list, where = pa.types.is_list(values.type), f"table {name!r}, column {column!r}"
+        if values.null_count:
+            raise ValueError(f"{where}: {values.null_count} nulls where none are allowed")
+        if is_list and any(chunk.flatten().null_count for chunk in values.chunks):
+            raise ValueError(f"{where}: a list holds nulls")
+        if is_list and tokens is not None and not pc.list_value_length(values).equals(tokens):
+            raise ValueError(f"{where}: its lists are not num_tokens long")
 
 
 def _difference(wanted: pa.Schema, given: pa.Schema) -> str:
@@ -196,10 +183,7 @@ def _with_later(file: pq.ParquetFile, names: Sequence[str]) -> pa.Table:
 def all_false(lists: pa.ChunkedArray) -> pa.ListArray:
     """For each list, a list of False of the same length."""
     whole = lists.combine_chunks()
-    offsets = pc.cumulative_sum(
-        pa.concat_arrays([pa.array([0], pa.int32()), pc.list_value_length(whole).cast(pa.int32())])
-    )
-    return pa.ListArray.from_arrays(offsets, pa.array(np.zeros(offsets[-1].as_py(), dtype=bool)))
+    return pa.ListArray.from_arrays(whole.offsets, pa.array(np.zeros(len(whole.values), dtype=bool)))
 
 
 # ── content digests ───────────────────────────────────────────────────────────────────────────────────────────────────

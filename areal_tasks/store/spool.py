@@ -12,10 +12,9 @@ from typing import Literal
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import append_record, commit_once, find_record, new_attempt, read_record
+from areal_tasks.store.commit import append_record, commit_once, last_number, new_attempt, read_record, records_from
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.search import last_number
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
@@ -59,8 +58,7 @@ def append_groups(
 
     Returns the stored record: an earlier attempt's if the store had taken that and its answer was lost.
 
-    Raises:
-        StartClosed: another process has closed this start.
+    Raises StartClosed: another process has closed this start.
     """
     record = _record("groups", start, n, owner).model_copy(
         update={"attempt": attempt, "finished": finished, "rejected": rejected, "tables": tables or {}}
@@ -73,10 +71,7 @@ def append_groups(
 
 def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:
     """The records of a start from number `first` on."""
-    found: list[SpoolRecord] = []
-    while (record := find_record(store, paths.spool_record(run, start, first + len(found)), SpoolRecord)) is not None:
-        found.append(record)
-    return found
+    return list(records_from(store, partial(paths.spool_record, run, start), first, SpoolRecord))
 
 
 def read_spool(store: Store, run: str) -> list[SpoolRecord]:

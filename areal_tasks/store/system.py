@@ -16,12 +16,11 @@ import pyarrow.parquet as pq
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Store
-from areal_tasks.store.commit import read_record, verified
+from areal_tasks.store.commit import last_number, last_owner, read_record, verified
 from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_number, last_owner
 from areal_tasks.store.shards import encode, shard_ref
 from schemas.manifest import SystemRecord, WatchRecord
 from schemas.views import SYSTEM
@@ -56,7 +55,6 @@ class SystemLog:
             self._unanswered, self._written = None, n
 
     def _encoded(self, n: int) -> tuple[bytes, bytes]:
-        """The rows as a shard, and its record."""
         began, owner, table = now(), self.run.owner, pa.Table.from_pylist(self._rows, schema=SYSTEM)
         data, self._rows = encode(table), []
         shard = shard_ref(paths.system(self.run.name, owner, n, "parquet"), data, table)

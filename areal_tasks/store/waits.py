@@ -16,10 +16,9 @@ from typing import Final
 from areal_tasks.processes import alive
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists
-from areal_tasks.store.commit import read_record
+from areal_tasks.store.commit import last_number, last_owner, read_record
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
-from areal_tasks.store.search import last_number, last_owner
 from schemas.manifest import OwnerRecord, Wait, WaitsRecord
 
 #: How late a record may be: the store is slow, or another machine's clock is wrong.

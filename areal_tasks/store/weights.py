@@ -45,16 +45,16 @@ def list_weights(run: Run) -> list[WeightsVersion]:
 def find_weights(run: Run, name: str) -> WeightsRef:
     """The weights that `name` means: a version's number, a tag, or `newest`, the newest version in the store.
 
-    Raises:
-        UserError: there are none, they were never written, or they were removed; the message names the nearest.
+    Raises UserError: there are none, they were never written, or they were removed; the message names the nearest.
     """
     refs = [ref for ref, _ in _refs(run)]
-    if not any(ref.written for ref in refs):
+    written = [ref for ref in refs if ref.written]
+    if not written:
         raise UserError(f"Run {run.name!r} has no weights yet: there are some once its first iteration is committed.")
-    tag = find_tag(run.store, run.name, name) if not name.isdecimal() and name != NEWEST else None
-    version = int(name) if name.isdecimal() else tag.version if tag else None
     if name == NEWEST:
-        return [ref for ref in refs if ref.written][-1]
+        return written[-1]
+    tag = None if name.isdecimal() else find_tag(run.store, run.name, name)
+    version = int(name) if name.isdecimal() else tag.version if tag else None
     found = next((ref for ref in refs if ref.version == version), None)
     if found is None:
         known = ", ".join(sorted({t.tag for t in read_tags(run.store, run.name) if not t.tag.startswith(PROTECTED)}))
@@ -62,9 +62,11 @@ def find_weights(run: Run, name: str) -> WeightsRef:
             f"Run {run.name!r} has no weights {name!r}: versions are 0 to {len(refs) - 1}, tags: {known or 'none'}."
         )
     if not found.written:
+        made = found.version
+        nearest = min(written, key=lambda ref: (abs(ref.version - made), ref.version))
         raise UserError(
-            f"Version {version} of run {run.name!r} was handed to the servers and not written to the store: "
-            f"{_nearest(refs, found.version)} is the nearest that was (trainer.weights_every)."
+            f"Version {made} of run {run.name!r} was handed to the servers and not written to the store: "
+            f"version {nearest.version} is the nearest that was (trainer.weights_every)."
         )
     check_kept(run.store, found)
     return found
@@ -73,8 +75,7 @@ def find_weights(run: Run, name: str) -> WeightsRef:
 def export_weights(store: Store, ref: WeightsRef, into: Path) -> int:
     """Copy weights into a folder as Hugging Face reads it; returns their bytes. Every file's SHA-256 is verified.
 
-    Raises:
-        UserError: the folder is not empty, or a file is damaged.
+    Raises UserError: the folder is not empty, or a file is damaged.
     """
     if into.exists() and any(into.iterdir()):
         raise UserError(f"{into} is not empty: name a folder that is, or that does not exist yet")
@@ -115,11 +116,6 @@ def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag])
     )
 
 
-def _nearest(refs: Sequence[WeightsRef], version: int) -> str:
-    written = [ref.version for ref in refs if ref.written]
-    return f"version {min(written, key=lambda v: (abs(v - version), v))}" if written else "none"
-
-
 # ── differences of two versions ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -137,8 +133,7 @@ class TensorDifference:
 def compare_folders(left: Path, right: Path) -> list[TensorDifference]:
     """Each tensor's largest and mean absolute difference and cosine similarity, of two Hugging Face folders.
 
-    Raises:
-        UserError: they are not of one architecture.
+    Raises UserError: they are not of one architecture.
     """
     one, two = _tensors(left), _tensors(right)
     shapes = [{name: tuple(t.get_slice(name).get_shape()) for name, t in side.items()} for side in (one, two)]
@@ -174,8 +169,7 @@ NEWEST: Final = "newest"
 def tag_weights(store: Store, run: str, name: str, ref: WeightsRef) -> Tag:
     """Name the weights `ref` of `run`; `gc` keeps them from then on.
 
-    Raises:
-        UserError: the name is invalid or names other weights, or these were removed.
+    Raises UserError: the name is invalid or names other weights, or these were removed.
     """
     if not _NAME.fullmatch(name) or name.startswith(PROTECTED):
         raise UserError(f"{name!r} cannot be a tag: begin with a letter; letters, digits, '.', '_' and '-' may follow.")
@@ -195,7 +189,6 @@ def read_tags(store: Store, run: str) -> list[Tag]:
 
 
 def find_tag(store: Store, run: str, name: str) -> Tag | None:
-    """The tag of this name; None if there is none."""
     return find_record(store, paths.tag(run, name), Tag)
 
 

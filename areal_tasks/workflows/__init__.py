@@ -23,7 +23,11 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
         return SingleTurn()
     if ":" not in name:
         raise UserError(f"workflow.name: {name} is neither `single_turn` nor `package.module:object`")
-    workflow = _make(name, find_object(name, "workflow.name"), arguments)
+    factory = find_object(name, "workflow.name")
+    try:
+        workflow = factory(**arguments)
+    except TypeError as error:
+        raise UserError(f"workflow.arguments: {name} does not accept them: {error}") from error
     if not callable(getattr(workflow, "run", None)):
         raise UserError(f"workflow.name: {name} makes a {type(workflow).__name__}, which has no `run` method")
     if next(iter(inspect.signature(workflow.run).parameters), "") == "prompts":
@@ -33,13 +37,6 @@ def load_workflow(name: str, arguments: Mapping[str, Any]) -> Workflow:
             "(docs/guides/workflow.md)"
         )
     return cast(Workflow, workflow)
-
-
-def _make(name: str, factory: Any, arguments: Mapping[str, Any]) -> Any:
-    try:
-        return factory(**arguments)
-    except TypeError as error:
-        raise UserError(f"workflow.arguments: {name} does not accept them: {error}") from error
 
 
 __all__ = [

@@ -15,9 +15,9 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.commit import last_owner
 from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.runs import Run, load_run
-from areal_tasks.store.search import last_owner
 from areal_tasks.store.service_logs import LogName, ServiceLog, service_logs
 from areal_tasks.store.system import newest_record, read_samples, watch
 from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of

@@ -27,8 +27,7 @@ from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
 from areal_tasks.store.retention import gc
 from areal_tasks.store.retention.compact import compact_all
-from areal_tasks.store.retention.gc import Removal, RetentionRule, _used_by_stages, plan_removals
-from areal_tasks.store.retention.gc_live import read_run_files
+from areal_tasks.store.retention.gc import Removal, RetentionRule, _used_by_stages, plan_removals, read_run_files
 from areal_tasks.store.retention.gc_remove import interrupted_removals, plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.run_list import list_runs
 from areal_tasks.store.runs import load_run, open_run

@@ -18,7 +18,7 @@ from store_listing import listed
 
 from areal_tasks.store import provenance, shards
 from areal_tasks.store.backend import Store, StoreError, open_store
-from areal_tasks.store.commit import read_verified
+from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.inventory import check_file, open_file
 from areal_tasks.store.query import run_sql
@@ -171,7 +171,7 @@ def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_i
     damage(path)
     before = listed(local_store, "")
     use = {
-        "manifest": lambda: read_verified(local_store, ref.path, ref.sha256, StageManifest),
+        "manifest": lambda: read_record(local_store, ref.path, StageManifest, ref.sha256),
         "iteration=000000/commit.json": lambda: open_run(local_store, "run", recipe()).commit(0),
     }.get(record, lambda: open_run(local_store, "run", recipe()))
     if record == "owners/1.json" and path.exists():  # that it is there is all it says

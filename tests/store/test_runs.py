@@ -13,11 +13,11 @@ from store_builders import build, iteration_commit, recipe
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
+from areal_tasks.store.commit import last_present
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.run_list import list_runs
 from areal_tasks.store.runs import HeadMoved, Run, Superseded, load_run, open_run
-from areal_tasks.store.search import last_present
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 

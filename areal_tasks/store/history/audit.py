@@ -24,7 +24,6 @@ from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
 from schemas.manifest import (
     ChangeRecord,
-    InputRef,
     IterationCommit,
     NodeRecord,
     OwnerRecord,
@@ -78,8 +77,7 @@ class AuditReport:
 def audit(store: Store, name: str, progress: Progress = lambda done, total: None) -> AuditReport:
     """Check everything that the run's commits reference, its other records, and the history of its parents.
 
-    Raises:
-        UserError: there is no run of this name.
+    Raises UserError: there is no run of this name.
     """
     if not store.exists(paths.run_record(name)):
         load_run(store, name)  # raises an error that lists the runs
@@ -124,7 +122,10 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
 
 
 def _stages(found: Findings, named: Reached[StageRef]) -> dict[str, StageManifest]:
-    """Check every stage manifest that a commit names and queue its shards; returns the valid ones by path."""
+    """Check every stage manifest that a commit names, and that its inputs exist and have the content that it read.
+
+    Queues the shards of these stages; returns the valid manifests by path.
+    """
     read = parallel(lambda item: _stage(found, *item), list(named.values()))
     manifests = {path: m for path, m in zip(named, read, strict=True) if m is not None}
     for path, manifest in manifests.items():
@@ -137,7 +138,11 @@ def _stages(found: Findings, named: Reached[StageRef]) -> dict[str, StageManifes
         for table in manifest.tables.values():
             found.add_table(path, table)
         for source in manifest.inputs:
-            _input(found, path, source, manifests, named)
+            read_from = manifests.get(source.path)
+            if read_from is None and source.path not in named:  # a replay reads what only its parent names
+                read_from = found.record(source.path, StageManifest)
+            if read_from is not None and read_from.digest != source.digest:
+                found.report(source.path, f"replaced: {path} read other content from it", found.names[path])
     return manifests
 
 
@@ -148,21 +153,6 @@ def _stage(found: Findings, ref: StageRef, commit: IterationCommit) -> StageMani
     if manifest is not None and (manifest.stage, manifest.key, manifest.digest) != (ref.stage, ref.key, ref.digest):
         found.report(ref.path, f"is not the result that {by} names", affects)
     return manifest
-
-
-def _input(
-    found: Findings,
-    path: str,
-    source: InputRef,
-    manifests: dict[str, StageManifest],
-    named: Reached[StageRef],
-) -> None:
-    """Check that a stage's input exists and has the content that the stage read."""
-    read = manifests.get(source.path)
-    if read is None and source.path not in named:  # a replay reads parent stages that its own commits do not name
-        read = found.record(source.path, StageManifest)
-    if read is not None and read.digest != source.digest:
-        found.report(source.path, f"replaced: {path} read other content from it", found.names[path])
 
 
 # ── weights and checkpoints ─────────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +203,7 @@ def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, 
 
 
 def _records(found: Findings, name: str) -> None:
-    """Check owners, changes, services, waits, tags, references, signatures …, which only their seals protect; logs."""
+    """Check owners, services, tags, signatures …, which only their seals protect; and that logs have all parts."""
     found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
     found.sequence(f"{name}/changes", lambda n: paths.change(name, n), ChangeRecord, 1)
     for folder, model in _FOLDERS.items():
@@ -221,7 +211,11 @@ def _records(found: Findings, name: str) -> None:
     for folder, model in _FOLDERS_BY_OWNER.items():
         for owner in found.store.children(f"{name}/{folder}"):
             found.folder(f"{name}/{folder}/{owner}", model)
-    _logs(found, name)
+    logs = stored_parts(entry.path for entry in entries(found.store, paths.logs(name)))
+    for log, parts in logs.items():  # no record has digests of the parts
+        found.seen.update(parts.values())
+        for n in set(range(max(parts))) - parts.keys():
+            found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
 def _samples(found: Findings, name: str) -> None:
@@ -231,14 +225,6 @@ def _samples(found: Findings, name: str) -> None:
         records = found.sequence(f"{name}/system/{folder}", partial(paths.system, name, owner), SystemRecord, 1)
         for record in records.values():
             found.add_file(record.shard, "the view system")
-
-
-def _logs(found: Findings, name: str) -> None:
-    """Check that no part of a service's log is missing; no record has digests of the parts."""
-    for log, parts in stored_parts(entry.path for entry in entries(found.store, paths.logs(name))).items():
-        found.seen.update(parts.values())
-        for n in set(range(max(parts))) - parts.keys():
-            found.report(log.part(name, n), "missing", "reading the log of this service from there on")
 
 
 def _compactions(found: Findings, name: str) -> None:

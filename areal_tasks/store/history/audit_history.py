@@ -13,12 +13,11 @@ from itertools import islice
 from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import bytes_digest, read_with_digest
+from areal_tasks.store.commit import bytes_digest, last_number, read_with_digest
 from areal_tasks.store.history.audit_records import Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.search import last_number
 from areal_tasks.store.spool import number_of_starts
 from schemas.manifest import IterationCommit, LogRecord, RunRecord, Segment, SpoolRecord, StageManifest, TableRef
 
@@ -33,7 +32,7 @@ class Link:
 
 
 def audit_history(found: Findings, name: str, stop: int | None = None) -> list[Link]:
-    """Check the commits of `name` before iteration `stop` (all of them), and those of its parents."""
+    """Check the commits of `name` before iteration `stop` (all of them), those of its parents, and their segments."""
     record = found.record(paths.run_record(name), RunRecord)
     segments = found.sequence(f"{name}/segments", lambda n: paths.segment(name, n), Segment, 0)
     first = record.parent_iteration if record else 0
@@ -44,7 +43,10 @@ def audit_history(found: Findings, name: str, stop: int | None = None) -> list[L
     own = parallel(lambda k: _link(found, name, k), numbers)
     root = bytes_digest(found.store, paths.run_record(name)) if record else ""
     _check_links(found, inherited[-1] if inherited else Link(paths.run_record(name), root, None), own)
-    _check_segments(found, name, own, segments)
+    for n in sorted({link.commit.segment for link in own if link.commit} - segments.keys()):
+        path = paths.segment(name, n)
+        if path not in found.seen:
+            found.report(path, "missing", "the recipe of the iterations that were committed under it")
     return [*inherited, *own]
 
 
@@ -80,33 +82,20 @@ def _check_links(found: Findings, before: Link, own: list[Link]) -> None:
         before = link
 
 
-def _check_segments(found: Findings, name: str, own: list[Link], segments: dict[int, Segment]) -> None:
-    """Check that the recipe segments that commits name exist."""
-    for n in sorted({link.commit.segment for link in own if link.commit} - segments.keys()):
-        path = paths.segment(name, n)
-        if path not in found.seen:
-            found.report(path, "missing", "the recipe of the iterations that were committed under it")
-
-
 def audit_log(found: Findings, name: str, links: list[Link]) -> None:
     """Check that each log line has the digest of the line before it, and that the commits it records still exist."""
     log = found.sequence(f"{name}/log", lambda n: paths.log(name, n), LogRecord, 1)
     for n, record in log.items():
         if (n - 1 in log or n == 1) and record.previous != log_digest(found.store, name, n - 1):
             found.report(paths.log(name, max(n - 1, 1)), f"replaced: line {n} of the log records another digest")
-        _check_logged_commit(found, name, record, links)
-
-
-def _check_logged_commit(found: Findings, name: str, record: LogRecord, links: list[Link]) -> None:
-    """Check that the commit that a log line records as the last one exists: commits are never undone."""
-    iterations, head = record.details.get("iterations"), record.details.get("head")
-    if not isinstance(iterations, int) or not iterations or not isinstance(head, str):
-        return
-    if iterations > len(links):
-        what = f"missing: line {record.n} of the log says that {iterations} iterations were committed"
-        found.report(paths.iteration_commit(name, iterations - 1), what)
-    elif links[iterations - 1].digest not in ("", head):
-        found.report(links[iterations - 1].path, f"replaced: line {record.n} of the log records another digest")
+        iterations, head = record.details.get("iterations"), record.details.get("head")  # of the last commit
+        if not isinstance(iterations, int) or not iterations or not isinstance(head, str):
+            continue
+        if iterations > len(links):  # commits are never undone
+            what = f"missing: line {record.n} of the log says that {iterations} iterations were committed"
+            found.report(paths.iteration_commit(name, iterations - 1), what)
+        elif links[iterations - 1].digest not in ("", head):
+            found.report(links[iterations - 1].path, f"replaced: line {record.n} of the log records another digest")
 
 
 # ── the spool ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -14,10 +14,9 @@ from typing import TypeVar
 import pyarrow as pa
 
 from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.commit import read_record, read_verified
+from areal_tasks.store.commit import last_number, read_record
 from areal_tasks.store.objects.inventory import check_sha256
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.search import last_number
 from areal_tasks.store.shards import content_digest, read_shard
 from schemas.manifest import FileRef, TableRef
 from schemas.record import StoredRecord
@@ -78,9 +77,7 @@ class Findings:
 
     def record(self, path: str, model: type[R], sha256: str = "", affects: str = "") -> R | None:
         """The record at `path`; None, and a defect, if it is missing or damaged."""
-        if sha256:
-            return self.attempt(path, affects, lambda: read_verified(self.store, path, sha256, model))
-        return self.attempt(path, affects, lambda: read_record(self.store, path, model))
+        return self.attempt(path, affects, lambda: read_record(self.store, path, model, sha256 or None))
 
     def sequence(self, folder: str, path_of: Callable[[int], str], model: type[R], first: int) -> dict[int, R]:
         """The numbered records of `folder`; one that is missing before the last is a defect.
@@ -107,7 +104,8 @@ class Findings:
         found = [*dict.fromkeys(self.readers.get(manifest, ()))]
         for path in found:  # which grows meanwhile
             found += [reader for reader in dict.fromkeys(self.readers.get(path, ())) if reader not in found]
-        return _listed([self.names.get(path, path) for path in found])
+        names = [self.names.get(path, path) for path in found]
+        return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
     # ── whole files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,7 +121,6 @@ class Findings:
             self.queue.append(lambda: self.attempt(file.path, affects, check))
 
     def check_queued(self) -> None:
-        """Make all queued checks."""
         self.progress(0, self.total)
         parallel(lambda job: job(), self.queue, threads=8)
 
@@ -153,11 +150,6 @@ class Findings:
             self.report(manifest, f"names {ref.rows} rows of {ref.name}; its shards hold {table.num_rows}", affects)
         elif content_digest(table) != ref.digest:
             self.report(manifest, f"the columns of {ref.name} do not have the content digest it names", affects)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
 
 
 def _groups(rows: pa.Table) -> Counter[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -114,24 +114,16 @@ def _commits(run: Run) -> list[IterationCommit]:
 def field_changes(a: Run, b: Run, length_a: int, length_b: int) -> list[FieldChange]:
     """The fields that differ in the iterations that both runs have, each with the first of these."""
     found: dict[str, FieldChange] = {}
-    seen: set[tuple[str, str]] = set()
-    for k in range(min(length_a, length_b)):
-        segments = a.segment_at(k), b.segment_at(k)
-        pair = segments[0].attempt, segments[1].attempt
-        if pair not in seen:
-            seen.add(pair)
-            for change in _changes(k, a.recipe_at(k), b.recipe_at(k)):
-                found.setdefault(change.field, change)
+    same = groupby(range(min(length_a, length_b)), lambda k: (a.segment_at(k).attempt, b.segment_at(k).attempt))
+    for k in (next(iterations) for _, iterations in same):
+        recipes = a.recipe_at(k), b.recipe_at(k)
+        left, right = (dict(leaves(recipe)) for recipe in recipes)
+        semantic = _semantic(recipes[0]) | _semantic(recipes[1])
+        for field in left.keys() | right.keys():
+            pair = left.get(field, _UNSET), right.get(field, _UNSET)
+            if pair[0] != pair[1]:
+                found.setdefault(field, FieldChange(k, field, *pair, semantic=field in semantic))
     return sorted(found.values(), key=lambda change: (not change.semantic, change.iteration, change.field))
-
-
-def _changes(k: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[FieldChange]:
-    left, right = dict(leaves(a)), dict(leaves(b))
-    semantic = _semantic(a) | _semantic(b)
-    for field in sorted(left.keys() | right.keys()):
-        pair = left.get(field, _UNSET), right.get(field, _UNSET)
-        if pair[0] != pair[1]:
-            yield FieldChange(k, field, *pair, semantic=field in semantic)
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -37,6 +37,7 @@ CURVES: Final = {
 BARS: Final = "▁▂▃▄▅▆▇█"
 WIDTH: Final = 32
 BINS: Final = 16
+_SHAPE: Final = ("mean", "std", "min", "25%", "median", "75%", "max")
 _QUERY: Final = "SELECT iteration, stage, metrics FROM stages WHERE stage IN ({}) ORDER BY iteration, committed"
 
 
@@ -109,27 +110,17 @@ def compare_distributions(
     known = [values[~np.isnan(values)] for values in (a, b)]
     whole = np.concatenate(known)
     span = (float(whole.min()), float(whole.max())) if len(whole) else (0.0, 0.0)
-    pairs = zip(names, (a, b), known, strict=True)
-    return Section(title, [_distribution_row(name, len(v) - len(k), k, span) for name, v, k in pairs])
-
-
-def _distribution_row(
-    name: str, unknown: int, values: npt.NDArray[np.float64], span: tuple[float, float]
-) -> dict[str, Any]:
-    if not len(values):
-        return {"run": name, "samples": 0, "unknown": unknown, **dict.fromkeys(_SHAPE), "histogram": ""}
-    points = [values.mean(), values.std(), *np.quantile(values, (0, 0.25, 0.5, 0.75, 1))]
-    counts = np.histogram(values, BINS, span)[0]
-    return {
-        "run": name,
-        "samples": len(values),
-        "unknown": unknown,
-        **{key: float(value) for key, value in zip(_SHAPE, points, strict=True)},
-        "histogram": sparkline(counts.tolist(), 0, float(counts.max())),
-    }
-
-
-_SHAPE: Final = ("mean", "std", "min", "25%", "median", "75%", "max")
+    rows = list[dict[str, Any]]()
+    for name, values, numbers in zip(names, (a, b), known, strict=True):
+        shape, histogram = dict[str, float | None].fromkeys(_SHAPE), ""
+        if len(numbers):
+            points = [numbers.mean(), numbers.std(), *np.quantile(numbers, (0, 0.25, 0.5, 0.75, 1))]
+            shape = {key: float(point) for key, point in zip(_SHAPE, points, strict=True)}
+            counts = np.histogram(numbers, BINS, span)[0]
+            histogram = sparkline(counts.tolist(), 0, float(counts.max()))
+        about = {"run": name, "samples": len(numbers), "unknown": len(values) - len(numbers)}
+        rows.append({**about, **shape, "histogram": histogram})
+    return Section(title, rows)
 
 
 # ── a replay and the run that it replays: verdicts, rewards, advantages and curves ────────────────────────────────────
@@ -149,8 +140,7 @@ def compare_replay(store: Store, name: str) -> list[Section]:
 
     Stages that the replay took from the original in every iteration are not compared.
 
-    Raises:
-        UserError: the run is no replay, or has built nothing yet.
+    Raises UserError: the run is no replay, or has built nothing yet.
     """
     run = load_run(store, name)
     original, head = run.parent, run.head()

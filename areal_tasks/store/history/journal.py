@@ -13,10 +13,9 @@ from functools import partial
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.commit import append_record, bytes_digest, new_attempt, read_record
+from areal_tasks.store.commit import append_record, bytes_digest, last_number, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
-from areal_tasks.store.search import last_number
 from schemas.manifest import ACTIONS, ENDINGS, LogRecord
 
 Details = Mapping[str, bool | int | float | str]

@@ -41,8 +41,7 @@ def root_hash(run: Run, iterations: int) -> str:
     A commit has the digests of the one before it and, through manifests, of every file: it covers the whole history.
     Later records (more iterations, lines of the log, tags) do not change the root.
 
-    Raises:
-        StoreError: one of these files is missing.
+    Raises StoreError: one of these files is missing.
     """
     named = [*([run.commit_path(iterations - 1)] if iterations else []), *_records(run, iterations)]
     digests = parallel(lambda path: bytes_digest(run.store, path), named)
@@ -61,8 +60,7 @@ def sign(store: Store, name: str, root: str, iterations: int, key_file: Path) ->
 
     Returns the signature, and whether it is new: a valid existing one by this key that covers everything is kept.
 
-    Raises:
-        UserError: the file holds no Ed25519 key that can sign.
+    Raises UserError: the file holds no Ed25519 key that can sign.
     """
     key, lines = _key(key_file, private=True), log_length(store, name)
     public = key.public_key().public_bytes_raw().hex()
@@ -99,8 +97,7 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Checke
 
     Only `key_file` shows whether that key is trusted: signatures by the key in it are `known`.
 
-    Raises:
-        UserError: the file holds no Ed25519 key, or none of the signatures is by it.
+    Raises UserError: the file holds no Ed25519 key, or none of the signatures is by it.
     """
     key: Any = _key(key_file, private=False) if key_file else None
     public = key.public_key() if hasattr(key, "public_key") else key
@@ -112,7 +109,6 @@ def verify(store: Store, name: str, key_file: Path | None = None) -> list[Checke
 
 
 def read_signatures(store: Store, name: str) -> list[Signature]:
-    """All signatures of a run, by any key."""
     return read_folder(store, f"{name}/signatures", Signature)
 
 

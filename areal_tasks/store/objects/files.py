@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from areal_tasks.store.backend import Store, StoreError, damaged
-from areal_tasks.store.commit import commit_once, decode, read_verified
+from areal_tasks.store.commit import commit_once, decode, read_record
 from areal_tasks.store.keys import combine_digests
 from areal_tasks.store.objects.inventory import check_sha256, check_size
 from areal_tasks.store.objects.local import file_sha256
@@ -41,8 +41,7 @@ def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: b
     Names below their common folder are kept. Files that `into` already holds in full size (with `verify`: and with the
     recorded SHA-256) are not fetched again.
 
-    Raises:
-        UserError: a file is missing, or has another size (with `verify`: another SHA-256) than recorded.
+    Raises UserError: a file is missing, or has another size (with `verify`: another SHA-256) than recorded.
     """
     common = common_folder(files)
     local = store.local(common)
@@ -54,8 +53,7 @@ def materialise(store: Store, files: Sequence[FileRef], into: Path, *, verify: b
 def have_file(store: Store, file: FileRef | ShardRef, target: Path) -> None:
     """Have the verified file at `target`: the store's own path if that is on this disk, else it is fetched if need be.
 
-    Raises:
-        UserError: it is missing, or has another SHA-256 than recorded.
+    Raises UserError: it is missing, or has another SHA-256 than recorded.
     """
     _materialise(store, file, target, verify=True, fetch=target != store.local(file.path))
 
@@ -126,4 +124,4 @@ def weights_ref(store: Store, path: str) -> WeightsRef:
 
 def read_weights(store: Store, ref: WeightsRef) -> WeightsManifest:
     """The manifest that `ref` names, whose bytes are verified."""
-    return read_verified(store, ref.path, ref.sha256, WeightsManifest)
+    return read_record(store, ref.path, WeightsManifest, ref.sha256)

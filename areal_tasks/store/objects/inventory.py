@@ -111,7 +111,7 @@ def remove_folders(store: Store, prefix: str) -> None:
 #
 # The SHA-256 of a file covers only the whole of it. Of shards and merged tables SQL reads only parts, so a small one is
 # read whole, in one request, and hashed; of a large one the length and the footer's checksum are verified, and Arrow
-# verifies the checksum of each page that it decodes (`scanned_files.py`). A large one without such checksums, which
+# verifies the checksum of each page that it decodes (`scan.py`). A large one without such checksums, which
 # earlier versions wrote, is hashed once before its scan.
 
 

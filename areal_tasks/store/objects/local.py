@@ -38,7 +38,6 @@ _REMEDIES: Final = {
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a local file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -71,8 +71,7 @@ _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server i
 class S3Backend(Store):
     """Objects below `prefix` of `bucket`. Endpoint, region and credentials come from the environment only.
 
-    Raises:
-        UserError: credentials are not set.
+    Raises UserError: credentials are not set.
     """
 
     def __init__(self, url: str, bucket: str, prefix: str) -> None:
@@ -165,7 +164,6 @@ class S3Backend(Store):
         return {"Bucket": bucket, "Key": key}
 
     def _ask(self, path: str, command: str, **what: Any) -> Any:
-        """The answer to one of botocore's commands about an object."""
         return self.retried(path, lambda: getattr(self.client, command)(**self._at(path), **what))
 
     def retried(self, path: str, request: Callable[[], T]) -> T:

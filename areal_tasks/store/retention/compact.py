@@ -10,9 +10,9 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -46,8 +46,7 @@ _ITERATIONS: Final = 256  # of which the manifests are in memory
 def compact(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     """Merge consecutive regions of the catalog into a compaction that covers all their iterations.
 
-    Raises:
-        UserError: a file of the run is damaged, or the store cannot be written.
+    Raises UserError: a file of the run is damaged, or the store cannot be written.
     """
     run, attempt, started = catalog.run, new_attempt(), now()
     first, stop = regions[0].first, regions[-1].stop
@@ -88,17 +87,16 @@ def _parts(region: Region) -> Iterable[Region]:
 
 def _rows(catalog: Catalog, name: str, parts: Sequence[Region], shards: Sequence[pa.Table]) -> Iterator[pa.Table]:
     """The rows of a table in each of `parts`, every byte verified; `shards` lists all shards of each."""
-    for part, its_shards in zip(parts, shards, strict=True):
-        merged = catalog.merged(part, name)
-        yield from _plain_rows(catalog.run.store, name, its_shards) if merged is None else merged
-
-
-def _plain_rows(store: Store, name: str, shards_of_all: pa.Table) -> Iterator[pa.Table]:
-    schema, shards = compact_schema(name), shard_refs(shards_of_all.filter(ds.field("table_name") == name))
+    store, schema = catalog.run.store, compact_schema(name)
     threads = _AT_ONCE if store.local("") is None else 2  # local reads gain nothing from more
-    for start in range(0, len(shards), _AT_ONCE):
-        some = shards[start : start + _AT_ONCE]
-        yield pa.concat_tables(parallel(lambda found: _shard_rows(store, *found, schema), some, threads))
+    for part, its_shards in zip(parts, shards, strict=True):
+        if (merged := catalog.merged(part, name)) is not None:
+            yield from merged
+            continue
+        plain = shard_refs(its_shards.filter(ds.field("table_name") == name))
+        for start in range(0, len(plain), _AT_ONCE):
+            some = plain[start : start + _AT_ONCE]
+            yield pa.concat_tables(parallel(lambda found: _shard_rows(store, *found, schema), some, threads))
 
 
 def _shard_rows(store: Store, iteration: int, shard: ShardRef, schema: pa.Schema) -> pa.Table:
@@ -128,26 +126,22 @@ def _filled(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _write_file(store: Store, path: str, table: pa.Table) -> CompactFile:
-    data = encode(table, **_layout(table))
+    """Unlike a shard, a merged file has large row groups for scans, and dictionaries of texts that repeat."""
+    row_bytes = table.nbytes // max(len(table), 1) + 1
+    data = encode(
+        table,
+        row_group_size=max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
+        use_dictionary=[name for name in table.column_names if name in REPEATED] or False,
+        write_statistics=[f.name for f in table.schema if pa.types.is_integer(f.type)],
+    )
     store.put(path, data)
     return CompactFile(path=path, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), rows=len(table))
-
-
-def _layout(table: pa.Table) -> dict[str, Any]:
-    """How a merged table differs from a shard: large row groups for scans, dictionaries of texts that repeat."""
-    row_bytes = table.nbytes // max(len(table), 1) + 1
-    return {
-        "row_group_size": max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes)),
-        "use_dictionary": [name for name in table.column_names if name in REPEATED] or False,
-        "write_statistics": [f.name for f in table.schema if pa.types.is_integer(f.type)],
-    }
 
 
 def compact_all(run: Run, tables: Sequence[str] = SCALAR_TABLES) -> Compaction:
     """Merge a run's whole history, whether or not parts of it are compacted.
 
-    Raises:
-        UserError: nothing is committed, or as `compact`.
+    Raises UserError: nothing is committed, or as `compact`.
     """
     catalog = Catalog(run)
     if not catalog.regions:
@@ -183,7 +177,7 @@ def _length(regions: Sequence[Region]) -> int:
     return regions[-1].stop - regions[0].first
 
 
-class Compactor:
+class Compactor(AbstractContextManager["Compactor"]):
     """A context manager that compacts a run in a thread, every `every` iterations (0: never).
 
     A failure is logged, and the next attempt follows `every` iterations later: the run does not depend on it.
@@ -193,9 +187,6 @@ class Compactor:
         self.run, self.every = run, every
         self.waited = every  # the first commit after a start also compacts what an earlier start left
         self.thread: threading.Thread | None = None
-
-    def __enter__(self) -> Compactor:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.thread is not None and kind is None:  # a run that fails or is cancelled does not wait

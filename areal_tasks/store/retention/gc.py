@@ -1,26 +1,37 @@
-"""`arealflow gc`: which files are not needed, and why. Planning changes nothing; `gc_remove` removes them."""
+"""`arealflow gc`: which files are needed, by commits, running flows, children or tags; and which are not, and why.
+
+Planning changes nothing; `gc_remove` removes files.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Final
 
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import list_compactions, valid_compactions
-from areal_tasks.store.commit import read_record
-from areal_tasks.store.objects.inventory import Entry
+from areal_tasks.store.commit import last_present, read_record
+from areal_tasks.store.history.journal import end_of_start
+from areal_tasks.store.objects.inventory import Entry, entries, store_time
 from areal_tasks.store.parallel import parallel
-from areal_tasks.store.reachable import attempts_of
-from areal_tasks.store.retention.gc_live import RunFiles, needed_weights, read_all_run_files, selected_weights
-from areal_tasks.store.runs import no_run
+from areal_tasks.store.reachable import attempts_of, history, named_weights, pending_evaluation, reachable
+from areal_tasks.store.runs import Run, load_run, no_run, run_names
+from areal_tasks.store.weights import read_tags
 from schemas.compaction import Compaction
 from schemas.errors import UserError
-from schemas.manifest import SpoolRecord, StageManifest
+from schemas.manifest import IterationCommit, Reference, SpoolRecord, StageManifest, WeightsManifest, WeightsRef
 
+#: A reference is written before its child is created: for this long, it counts although the child does not exist.
+REFERENCE_SECONDS: Final = 3600.0
+#: A run that has written nothing for this long is not running, whatever its log says.
+IDLE_SECONDS: Final = 7 * 24 * 3600.0
 #: A compaction may have no owner: only its age shows whether it is still being written.
 _COMPACT_SECONDS: Final = 3600.0
 
@@ -66,23 +77,19 @@ class Removal:
 def plan_removals(store: Store, rule: RetentionRule, *only: str) -> list[Removal]:
     """What `rule` allows to remove in the runs `only`, or in all; all runs are read to find what they need.
 
-    Raises:
-        UserError: a run is damaged, so that its needs are unknown; the file is named.
+    Raises UserError: a run is damaged, so that its needs are unknown; the file is named.
     """
     runs = read_all_run_files(store)
     for name in only:
         if name not in runs:
             raise no_run(store, name)
-    named, needed = selected_weights(runs.values()), needed_weights(runs.values())
-    return [item for name in only or runs for item in _of_run(runs[name], named, needed, rule)]
-
-
-def _of_run(run: RunFiles, named: set[str], needed: set[str], rule: RetentionRule) -> Iterator[Removal]:
-    yield from _unselected(run, named, rule)
-    yield from _spooled(run, rule)
-    yield from _temporary(run, rule)
-    yield from _compactions(run, rule)
-    yield from _retired(run, needed, named, rule)
+    # the manifests of weights and checkpoints that any commit, or any stage `initialise`, names
+    named = {path for run in runs.values() for path in (*reachable(run.commits, WeightsRef), *run.initial)}
+    needed, found = needed_weights(runs.values()), list[Removal]()
+    for run in (runs[name] for name in only or runs):
+        found += [*_unselected(run, named, rule), *_spooled(run, rule), *_temporary(run, rule)]
+        found += [*_compactions(run, rule), *_retired(run, needed, named, rule)]
+    return found
 
 
 def _item(run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str, version: int | None = None) -> Removal:
@@ -92,7 +99,7 @@ def _item(run: RunFiles, kind: str, path: str, files: Sequence[Entry], why: str,
 def _abandoned(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
     """Whether no process can still be writing files that nothing selects."""
     newest = max(entry.modified for entry in files)
-    return _old(run, files, rule) and (newest < run.owner_since or not run.may_write)
+    return _old(run, files, rule) and (newest < run.owner_since or run.ended or run.now - run.newest >= IDLE_SECONDS)
 
 
 def _old(run: RunFiles, files: Sequence[Entry], rule: RetentionRule) -> bool:
@@ -147,7 +154,9 @@ def _spooled(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
     starts = _by_folder(folder for folder in run.attempts if folder.startswith(f"{paths.spool(run.name)}/"))
     settled = settled_after(run.commits[-1] if run.commits else None)
     for start, folders in starts.items():
-        records = _spool_records(run, start)
+        names = [path for path in run.by_path if re.fullmatch(rf"{re.escape(start)}/\d+\.json", path)]
+        read = zip(names, parallel(lambda path: read_record(run.store, path, SpoolRecord), names), strict=True)
+        records = {folder: record for path, record in read for folder in attempts_of(path, record)}
         for folder in folders:
             files, record = run.attempts[folder], records.get(folder)
             if record is None:
@@ -155,14 +164,6 @@ def _spooled(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
                     yield _item(run, "attempt", folder, files, "no record of the spool names it")
             elif _old(run, files, rule) and all(group.index in settled for group in record.finished):
                 yield _item(run, "spool", folder, files, "its groups are consumed or rejected")
-
-
-def _spool_records(run: RunFiles, start: str) -> dict[str, SpoolRecord]:
-    """The records in the folder of a start, by the folders of their shards."""
-    names = [path for path in run.by_path if re.fullmatch(rf"{re.escape(start)}/\d+\.json", path)]
-    records = parallel(lambda path: read_record(run.store, path, SpoolRecord), names)
-    named = zip(names, records, strict=True)
-    return {folder: record for path, record in named for folder in attempts_of(path, record)}
 
 
 def _temporary(run: RunFiles, rule: RetentionRule) -> Iterator[Removal]:
@@ -198,3 +199,159 @@ def _retired(run: RunFiles, kept: set[str], named: set[str], rule: RetentionRule
             if _old(run, files, rule) and version.version not in newest and version.path not in kept:
                 why = f"--keep-{'weights' if kind == 'weights' else 'checkpoints'} {keep}"
                 yield _item(run, kind, version.folder, files, why, version.version)
+
+
+# ── what is needed ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights or a checkpoint that has a manifest: `kind` is `weights` or `checkpoint`."""
+
+    kind: str
+    version: int
+    attempt: str
+    path: str
+
+    @property
+    def folder(self) -> str:
+        return self.path.removesuffix(".json")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run for `gc`: all of its files with their times, and what its records say."""
+
+    run: Run
+    files: tuple[Entry, ...]
+    now: float
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def store(self) -> Store:
+        return self.run.store
+
+    @cached_property
+    def by_path(self) -> dict[str, Entry]:
+        return {entry.path: entry for entry in self.files}
+
+    @cached_property
+    def attempts(self) -> dict[str, list[Entry]]:
+        """The files of each attempt's folder, which are listed one after the other."""
+        grouped = groupby(self.files, lambda entry: paths.attempt_folder(entry.path))
+        return {folder: list(files) for folder, files in grouped if folder}
+
+    @cached_property
+    def newest(self) -> float:
+        """When anything of the run was last written."""
+        return max((entry.modified for entry in self.files), default=0.0)
+
+    @cached_property
+    def owner(self) -> int:
+        """The last start of the flow; 0 if there was none."""
+        return last_present(lambda n: paths.owner(self.name, n) in self.by_path, 1)
+
+    @cached_property
+    def owner_since(self) -> float:
+        """When the last start of the flow claimed the run; it wrote no older file."""
+        return self.by_path[paths.owner(self.name, self.owner)].modified if self.owner else 0.0
+
+    @cached_property
+    def ended(self) -> bool:
+        """Whether the log says that the last start of the flow has ended. A start that is killed logs nothing."""
+        return end_of_start(self.store, self.name, self.owner) is not None
+
+    @cached_property
+    def commits(self) -> list[IterationCommit]:
+        """All commits that the run has, its parents' included."""
+        return history(self.run)
+
+    @cached_property
+    def versions(self) -> list[Version]:
+        """The weights and checkpoints in the run's folder that have a manifest."""
+        found = []
+        for path in self.by_path:
+            with suppress(ValueError):
+                found.append(Version(*paths.version_of(path), path))
+        return found
+
+    @cached_property
+    def initial(self) -> list[str]:
+        """The manifests of version 0 that the run's stage `initialise` has put into the store."""
+        folder = f"{paths.iteration(self.name, self.run.first)}/stage=initialise/"
+        found = [path for path in self.by_path if path.startswith(folder) and path.count("/") == 3]
+        manifests = [read_record(self.store, path, StageManifest) for path in found if path.endswith(".json")]
+        return [named_weights(self.store, manifest).path for manifest in manifests]
+
+    @cached_property
+    def borrowed(self) -> set[str]:
+        """The folders of attempts of other runs whose files are this run's initial weights (`run://NAME`)."""
+        first = [v.path for v in self.versions if (v.kind, v.version) == ("weights", 0)]
+        folders = {one for path in first for one in attempts_of(path, read_record(self.store, path, WeightsManifest))}
+        return {folder for folder in folders if not folder.startswith(f"{self.name}/")}
+
+    @cached_property
+    def references(self) -> list[Reference]:
+        """The references of children that exist or may be about to begin."""
+        found = []
+        for entry in entries(self.store, f"{self.name}/references"):
+            if entry.path.endswith(".json"):  # not one that is being written
+                reference = read_record(self.store, entry.path, Reference)
+                begun = self.store.exists(paths.run_record(reference.child))
+                ended = self.store.exists(paths.run_tombstone(reference.child))
+                if begun or (not ended and self.now - entry.modified < REFERENCE_SECONDS):
+                    found.append(reference)
+        return found
+
+
+def read_run_files(store: Store, name: str, now: float) -> RunFiles:
+    return RunFiles(load_run(store, name), tuple(entries(store, name)), now)
+
+
+def read_all_run_files(store: Store) -> dict[str, RunFiles]:
+    now = store_time(store)
+    return {name: read_run_files(store, name, now) for name in run_names(store)}
+
+
+def needed_weights(runs: Collection[RunFiles]) -> set[str]:
+    """The manifests of weights and checkpoints of these runs that no retention rule may touch.
+
+    They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged. A
+    fork's history is its parent's too, so that a tag or a reference in the fork may mean files of its parent.
+    """
+    borrowed = {folder for run in runs for folder in run.borrowed}
+    tagged = {(tag.version, tag.weights_attempt) for run in runs for tag in read_tags(run.store, run.name)}
+    found = set[str]()
+    for run in runs:
+        found |= {v.path for v in run.versions if v.kind == "weights" and (v.version, v.attempt) in tagged}
+        found |= {v.path for v in run.versions if v.folder in borrowed}
+        for reference in run.references:  # read before the commits that they refer to
+            found |= _referred(run, reference)
+        found |= _restart(run.commits) | set(run.initial)
+    return found
+
+
+def _restart(commits: Sequence[IterationCommit]) -> set[str]:
+    """The weights and the checkpoint that a start after the last of `commits` loads, and those it has to evaluate."""
+    if not commits:
+        return set()
+    made = [ref for commit in commits for ref in (commit.published, commit.weights) if ref is not None and ref.written]
+    loaded = [*made[-1:], *commits[-1].stored]
+    if (k := pending_evaluation(commits[-1])) is not None:
+        around = [commit for commit in commits if commit.iteration in (k - 1, k)]
+        loaded += [ref for commit in around for ref in commit.stored if ref.version == k]
+    return {ref.path for ref in loaded}
+
+
+def _referred(run: RunFiles, reference: Reference) -> set[str]:
+    """What a child needs: a fork, what a start at its iteration loads; a replay, the whole history before that."""
+    shared = run.commits[: reference.iteration]
+    if reference.kind == "fork":
+        return _restart(shared)
+    if reference.kind == "weights":
+        around = run.commits[reference.iteration - 1 : reference.iteration + 1]  # the later one may name them
+        return {ref.path for commit in around for ref in commit.stored if ref.version == reference.iteration}
+    return set(reachable(shared, WeightsRef))

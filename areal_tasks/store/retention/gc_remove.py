@@ -9,8 +9,7 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries, remove, remove_folders
 from areal_tasks.store.opening import check_name
-from areal_tasks.store.retention.gc import Removal, RetentionRule, plan_removals
-from areal_tasks.store.retention.gc_live import read_all_run_files
+from areal_tasks.store.retention.gc import Removal, RetentionRule, plan_removals, read_all_run_files
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
 from areal_tasks.store.runs import no_run
 from schemas.errors import UserError
@@ -33,19 +32,13 @@ def remove_planned(store: Store, items: Sequence[Removal], rule: RetentionRule) 
     remove(store, [path for path, item in needed.items() if any(map(store.exists, item.files))])
     for item in gone:
         remove(store, item.files)
-    for run in runs:
-        _log_removal(store, run, [item for item in gone if item.run == run])
-    return gone
-
-
-def _log_removal(store: Store, run: str, gone: Sequence[Removal]) -> None:
-    """Write one log line per kind of removed item."""
-    for kind in dict.fromkeys(item.kind for item in gone):
-        some = [item for item in gone if item.kind == kind]
+    for run, kind in dict.fromkeys((item.run, item.kind) for item in gone):
+        some = [item for item in gone if (item.run, item.kind) == (run, kind)]
         versions = " ".join(str(item.version) for item in some if item.version is not None)
         details: dict[str, bool | int | float | str] = {"what": kind, "count": len(some)}
         details |= {"bytes": sum(item.bytes for item in some), "why": some[0].why}
         append_log(store, run, "removed", details | ({"versions": versions} if versions else {}))
+    return gone
 
 
 # ── a whole run ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -54,8 +47,7 @@ def _log_removal(store: Store, run: str, gone: Sequence[Removal]) -> None:
 def plan_run_removal(store: Store, name: str, older_than: float) -> Removal:
     """All files of a run, if nothing needs them.
 
-    Raises:
-        UserError: there is no such run, it may be running, or other runs refer to it.
+    Raises UserError: there is no such run, it may be running, or other runs refer to it.
     """
     check_name(name)
     begun = store.exists(paths.run_tombstone(name))  # a removal that was interrupted
@@ -69,11 +61,7 @@ def plan_run_removal(store: Store, name: str, older_than: float) -> Removal:
 
 
 def remove_run(store: Store, item: Removal, older_than: float) -> None:
-    """Remove a run. Its tombstone and its log stay.
-
-    Raises:
-        UserError: it is needed by now; nothing is removed then.
-    """
+    """Remove a run. Its tombstone and its log stay. Raises UserError: it is needed by now; nothing is removed then."""
     path = paths.run_tombstone(item.run)
     interrupted_removals = store.exists(path)
     write_tombstone(store, path, "run", item.run, item.bytes, item.why)
