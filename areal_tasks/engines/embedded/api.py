@@ -143,14 +143,10 @@ def _item(sequence: Sequence, text: str, version: str) -> dict[str, Any]:
 
 
 def _texts(sequences: list[Sequence], detokenizer: Detokenizer) -> list[str]:
+    """Each text up to the end of the stop string that ended it, if one did."""
     texts = detokenizer.texts([one.output for one in sequences])
-    return [_until_stop(one, text) for one, text in zip(sequences, texts, strict=True)]
-
-
-def _until_stop(sequence: Sequence, text: str) -> str:
-    """The text up to the end of the stop string that ended it."""
-    matched = (sequence.finish or {}).get("matched")
-    if not isinstance(matched, str):
-        return text
-    before, found, _ = text.partition(matched)
-    return before + found
+    for i, one in enumerate(sequences):
+        if one.finish is not None and isinstance(matched := one.finish.get("matched"), str):
+            before, found, _ = texts[i].partition(matched)
+            texts[i] = before + found
+    return texts

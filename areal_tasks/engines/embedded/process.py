@@ -213,19 +213,12 @@ async def _events(engine: Engine, sequence: Sequence) -> AsyncIterator[bytes]:
     engine.submit([sequence]).add_done_callback(lambda f: put(f.exception() or sequence))
     latest: Sequence | BaseException | None = None
     while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
-        latest = await _newest(updates)
-        yield b"data: " + _event(engine, latest) + b"\n\n"
+        latest = await updates.get()
+        while not updates.empty():
+            latest = updates.get_nowait()
+        if isinstance(latest, Sequence):
+            data = partial_answer(latest, engine.detokenizer, engine.version)
+        else:
+            data = orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})
+        yield b"data: " + data + b"\n\n"
     yield b"data: [DONE]\n\n"
-
-
-async def _newest(updates: asyncio.Queue[Sequence | BaseException]) -> Sequence | BaseException:
-    newest = await updates.get()
-    while not updates.empty():
-        newest = updates.get_nowait()
-    return newest
-
-
-def _event(engine: Engine, latest: Sequence | BaseException) -> bytes:
-    if isinstance(latest, Sequence):
-        return partial_answer(latest, engine.detokenizer, engine.version)
-    return orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})

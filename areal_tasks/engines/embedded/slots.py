@@ -50,18 +50,14 @@ class Slots:
         self.stale[slot] = False
         self.limit[slot] = sequence.left
         self.position[slot] = len(sequence.so_far()) - 1
-        self._set_stops(slot, sequence.stop_ids)
+        stops, width = len(sequence.stop_ids), self.stop_ids.shape[1]
+        if stops > width:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, stops - width)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, :stops] = sorted(sequence.stop_ids)
         if sequence.params.stop or sequence.listener is not None or sequence.given:
             self.special.add(slot)
         return slot
-
-    def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
-        if len(stop_ids) > self.stop_ids.shape[1]:
-            wider = np.full((len(self.stop_ids), len(stop_ids)), -1, np.int64)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
 
     def release(self, slot: int) -> None:
         """Free a slot, also in the middle of its sequence."""
