@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from areal_tasks.engines.fetching import Fetched, local_weights
@@ -105,13 +105,13 @@ def write_weights(run: Run, trainer: TrainerClient, version: int) -> Published:
 # ── through the store ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass
 class WeightsSource:
     """`reads_store`: whether the servers load weights from the store by themselves; else they load folders."""
 
-    def __init__(self, store: Store, reads_store: bool) -> None:
-        self.store = store
-        self.reads_store = reads_store
-        self.fetched = Fetched()
+    store: Store
+    reads_store: bool
+    fetched: Fetched = field(default_factory=Fetched)
 
     def target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
         """Version, name and URL or folder of these weights; None if servers cannot load them by themselves."""

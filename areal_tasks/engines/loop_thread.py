@@ -38,10 +38,7 @@ class LoopThread:
             raise
 
     def run(
-        self,
-        work: Coroutine[Any, Any, T],
-        seconds: float | None = None,
-        meanwhile: Callable[[], object] = lambda: None,
+        self, work: Coroutine[Any, Any, T], seconds: float | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> T:
         """The result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
 

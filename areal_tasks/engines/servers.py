@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -43,45 +43,40 @@ T = TypeVar("T")
 HEARTBEAT_LIMIT_SECONDS: Final = 60.0  # for concurrent probes of all servers
 
 
+@dataclass(eq=False)
 class Servers:
     """A client of the servers that the run starts, or of external ones; no servers if the run does not generate.
 
     `trainer` makes the weights that the servers generate with; `ends` returns the end tokens and the detokenizer.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        recipe: Recipe,
-        generates: bool,
-        supervisor: Supervisor,
-        watchdog: Watchdog,
-        trainer: ResidentTrainer,
-        ends: Callable[[], Ends],
-    ) -> None:
-        self.run = run
-        self.recipe = recipe
-        self.supervisor = supervisor
-        self.watchdog = watchdog
-        self.trainer = trainer
-        self.ends = ends
-        self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
+    run: Run
+    recipe: Recipe
+    generates: bool
+    supervisor: Supervisor
+    watchdog: Watchdog
+    trainer: ResidentTrainer
+    ends: Callable[[], Ends]
+    placement: Placement = field(default_factory=Placement)
+    transport: Transport = "store"
+    serving: WeightsRef | None = None
+    written: WeightsRef | None = None  # the newest in the store, which a server can start on
+    holder: InferenceClient | None = None  # of the one server that is held (`holding.py`)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # stages that run at once use the same servers
+    _client: InferenceClient | None = None
+    _ready: list[Ready] = field(default_factory=list)  # as the client knows them
+    #: For weights that could not be written: the server starts for which that was tried.
+    _unwritable: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.generates = self.generates and not isinstance(self.recipe, SftRecipe)  # else there are no servers
         self.external = external_servers() if self.generates else []
-        self.weights = WeightsSource(run.store, self.generates and read_store(recipe, self.external))
-        self.placement = Placement()
-        self.transport: Transport = "store"
-        self.serving: WeightsRef | None = None
-        self.written: WeightsRef | None = None  # the newest in the store, which a server can start on
-        self._lock = threading.RLock()  # stages that run concurrently use the same servers
-        self._client: InferenceClient | None = None
-        self._ready: list[Ready] = []  # as the client knows them
+        self.weights = WeightsSource(self.run.store, self.generates and read_store(self.recipe, self.external))
         self.loop = LoopThread()
-        self.holder: InferenceClient | None = None  # of the one server that is held (`holding.py`)
-        of_run = recipe, generates, supervisor, watchdog, self.loop
+        of_run = self.recipe, self.generates, self.supervisor, self.watchdog, self.loop
         self.all_workers = [Workers(names, *of_run) for names in (worker_names, evaluator_names)]
         self.workers, self.evaluators = self.all_workers
-        self._proof = Proof(self.call, is_proven(recipe))
-        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> server starts that a write failed for
+        self._proof = Proof(self.call, is_proven(self.recipe))
 
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""

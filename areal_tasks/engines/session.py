@@ -51,12 +51,7 @@ class Engines:
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
         #: The trainer of the policy that generates.
         self.actor = ResidentTrainer(
-            run,
-            trainer_names(recipe),
-            self.supervisor,
-            self.watchdog,
-            self._initial,
-            lambda: self.servers.make_room(),
+            run, trainer_names(recipe), self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
         )
         self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
         self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward)

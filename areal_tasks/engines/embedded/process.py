@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -19,15 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_tasks.engines.embedded.api import (
-    Generate,
-    Pause,
-    UpdateWeights,
-    answer,
-    open_request,
-    parse,
-    partial_answer,
-)
+from areal_tasks.engines.embedded.api import Generate, Pause, UpdateWeights, answer, open_request, parse, partial_answer
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
@@ -80,13 +73,13 @@ def main() -> None:
         serve(make_app(spec, on_failure), spec)
 
 
+@dataclass
 class Server:
     """The HTTP routes of one engine."""
 
-    def __init__(self, engine: Engine, store: Store) -> None:
-        self.engine = engine
-        self.store = store
-        self.updating = asyncio.Lock()
+    engine: Engine
+    store: Store
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def app(self) -> Starlette:
         """The ASGI application."""

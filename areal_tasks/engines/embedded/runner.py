@@ -157,11 +157,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     try:
         with BUILDING:
             model = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                use_safetensors=True,
-                trust_remote_code=False,
+                str(folder), dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True, trust_remote_code=False
             )
     except (OSError, ValueError, SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}") from error

@@ -26,9 +26,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it, also of a single process
 
 import deepspeed
-from deepspeed.utils import (
-    logger as deepspeed_logger,
-)
+from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

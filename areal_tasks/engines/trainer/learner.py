@@ -16,12 +16,7 @@ from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import sequence_log_ratios
 from areal_tasks.algorithms.losses import token_weights
-from areal_tasks.data.batching import (
-    LEFT_OUT,
-    Layout,
-    counted_tokens,
-    make_layout,
-)
+from areal_tasks.data.batching import LEFT_OUT, Layout, counted_tokens, make_layout
 from areal_tasks.engines.trainer.backend import Progress, TokenLoss
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.forward import ahead, fetch, move, pinned, staged
@@ -186,7 +181,11 @@ class Learner:
         overall = over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
         found = step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
         if minibatch.number == 0:
-            self._check_first(found)
+            try:
+                check_agreement(found, self.settings.max_logprob_gap, found["compared"])
+            except Declined:
+                self.backend.step(0.0, wanted=False)  # discards the gradient
+                raise
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
         norm = self.backend.step(lr, math.isfinite(found["loss"])) if found["tokens"] else 0.0
         return {
@@ -282,14 +281,6 @@ class Learner:
             tokens, gaps, largest, outside = self._of_ranks(agreement_totals(differences(*both)))
             found = agreement(sum(tokens), sum(gaps), float(np.max(largest)), sum(outside))  # NaN if one is
             check_agreement(found, self.settings.max_logprob_gap, int(sum(tokens)))
-
-    def _check_first(self, found: dict[str, Any]) -> None:
-        """Check the agreement over the first minibatch, after its passes and before its step."""
-        try:
-            check_agreement(found, self.settings.max_logprob_gap, found["compared"])
-        except Declined:
-            self.backend.step(0.0, wanted=False)  # discards the gradient
-            raise
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
         bound = self.settings.trainer.max_skipped_steps

@@ -17,7 +17,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
@@ -112,10 +111,6 @@ class LocalBackend:
         """Replace numbers, which are on the CPU, by their sums over ranks: exact if all ranks but one have 0."""
         if dist.is_initialized():
             dist.all_reduce(numbers)
-
-    def names(self) -> Names:
-        """How the policy's tensors correspond to those of the checkpoint that it was loaded from."""
-        return self.master.names
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under the model's names: weights in `model.dtype`, as they are published, and buffers.

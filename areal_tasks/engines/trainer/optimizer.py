@@ -101,20 +101,13 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
     norm = get_total_norm(gradients)
     mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
     if mesh is not None and mesh.size() > 1:
-        norm = _over_ranks(norm, mesh.size() // split_over(mesh))
+        square = norm.double().square()  # of this rank's shares, in float64: squares do not overflow
+        dist.all_reduce(square)
+        copies = mesh.size() // split_over(mesh)  # ranks that hold the same share
+        norm = (square / copies).sqrt().to(norm.dtype)
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
-
-
-def _over_ranks(norm: Tensor, copies: int) -> Tensor:
-    """The norm of all ranks' shares, from that of this rank's, when `copies` ranks hold each share.
-
-    In float64, whose squares do not overflow.
-    """
-    square = norm.double().square()
-    dist.all_reduce(square)
-    return (square / copies).sqrt().to(norm.dtype)
 
 
 @torch.no_grad()

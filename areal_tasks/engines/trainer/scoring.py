@@ -99,13 +99,7 @@ def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"] 
 
 
 def score(
-    backend: LocalBackend,
-    which: Which,
-    temperature: float,
-    mine: Sequences,
-    plan: Plan,
-    layout: LayoutKind,
-    work: Work,
+    backend: LocalBackend, which: Which, temperature: float, mine: Sequences, plan: Plan, layout: LayoutKind, work: Work
 ) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
 

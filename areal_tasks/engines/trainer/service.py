@@ -110,7 +110,6 @@ class Trainer:
         self.fetched = own / "weights"  # on the first rank of each machine, for all there
         self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
-        self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
         self.writer = CheckpointWriter(self.store, self.group)
         self.sending = spec.sending
@@ -168,8 +167,10 @@ class Trainer:
         """
         if command.which == "policy":
             self.fence.expect(command.version)
-        else:
-            self._need_reference()
+        elif "reference" not in self.backend.models:
+            if self.initial is None:
+                raise UserError("the trainer does not know where version 0 is: name it in the service's `weights`")
+            self.backend.load_reference(self._fetch(self.initial))
         name = "proximal" if command.which == "policy" else "reference"
         tables = self.tables.fetch(self.store, {"rollout": command.table}, keeps=True)
         plan, batch = plan_and_texts(tables, self.settings)
@@ -294,34 +295,23 @@ class Trainer:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _need_reference(self) -> None:
-        if self.has_reference:
-            return
-        if self.initial is None:
-            raise UserError("the trainer does not know where version 0 is: name it in the service's `weights`")
-        self.backend.load_reference(self._fetch(self.initial))
-        self.has_reference = True
-
-    def _keep(self, version: int) -> None:
-        """Gather the policy's full weights as they are published, once per version; every rank takes part.
-
-        The first rank keeps them, and those whose GPU servers share.
-        """
-        if self.snapshot.version == version:
-            return
-        self.fence.expect(version)
-        held, shares = self.backend.named_weights(), self.backend.rank in self.sending
-        keep = shares or self.backend.rank == 0
-        with self.snapshot.lock:
-            self.group.together(lambda: None)  # no server reads those of another rank while the first has the lock
-            self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
-            if self.sending:
-                self.handles = gather(handles_of(self.snapshot.tensors) if shares else "")
-
     @contextmanager
     def _kept(self, command: Command) -> Iterator[Snapshot]:
-        """The weights of the command's version, locked inside the context."""
-        self._keep(command.version)
+        """The full weights of the command's version, locked inside the context.
+
+        They are gathered as they are published, once per version; every rank takes part. The first rank keeps them, and
+        those whose GPU servers share.
+        """
+        if self.snapshot.version != command.version:
+            self.fence.expect(command.version)
+            held, shares = self.backend.named_weights(), self.backend.rank in self.sending
+            keep = shares or self.backend.rank == 0
+            with self.snapshot.lock:
+                self.group.together(lambda: None)  # no server reads those of another rank while the first has the lock
+                named = self.backend.master.names.to_checkpoint(held) if keep else held
+                self.snapshot.take(command.version, named, keep)
+                if self.sending:
+                    self.handles = gather(handles_of(self.snapshot.tensors) if shares else "")
         with self.snapshot.lock:
             yield self.snapshot
 

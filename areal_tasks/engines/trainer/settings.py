@@ -11,7 +11,7 @@ from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
 from schemas.recipe.derived import is_decoupled, needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
-from schemas.recipe.sections import Model, Rollout
+from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 
 AT_MOST_1: Final = Bound("cap", 1.0)
@@ -59,7 +59,7 @@ def read_settings(recipe: dict[str, Any]) -> Settings:
 
 
 def _grpo_settings(recipe: RlhfRecipe) -> Settings:
-    algorithm = recipe.algorithm
+    algorithm, eta = recipe.algorithm, float(recipe.rollout.max_head_offpolicyness)
     return Settings(
         kind="grpo",
         seed=recipe.seed,
@@ -79,14 +79,8 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         max_logprob_gap=algorithm.max_logprob_gap,
         makes_room=recipe.inference.release_memory,
         own_proximal=is_decoupled(recipe) and not needs_proximal(recipe),
-        max_lag=_max_lag(recipe.rollout),
+        max_lag=(eta if recipe.rollout.bound == "strict" else math.inf) if eta else None,
     )
-
-
-def _max_lag(rollout: Rollout) -> float | None:
-    if rollout.max_head_offpolicyness == 0:
-        return None
-    return float(rollout.max_head_offpolicyness) if rollout.bound == "strict" else math.inf
 
 
 def _sft_settings(recipe: SftRecipe) -> Settings:

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors.torch import load_file
@@ -80,7 +80,8 @@ class Snapshot:
         may be hashing. Returns the files sorted by path.
         """
         shards = _shards(self.tensors)
-        names = _file_names(len(shards))
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        names = names if len(shards) > 1 else ["model.safetensors"]
         largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
         index = {} if len(shards) == 1 else {"model.safetensors.index.json": _index(names, shards)}
         coming: list[tuple[str, Callable[[], Content]]] = [
@@ -100,7 +101,7 @@ class Snapshot:
     def _copied(self, tensors: Named) -> tuple[Named, Wait]:
         """`tensors` in host memory, and a function that waits until their bytes are there."""
         if not any(tensor.is_cuda for tensor in tensors.values()):
-            return tensors, _no_wait
+            return tensors, lambda: None
         for name, tensor in tensors.items():
             _copy_into(self.mirror, name, tensor, torch.device("cpu"))
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -167,16 +168,6 @@ def _size(shard: Named) -> int:
     return sum(tensor.nbytes for tensor in shard.values())
 
 
-def _no_wait() -> None:
-    """Tensors on the host need no wait."""
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
 def _index(names: Sequence[str], shards: Sequence[Named]) -> bytes:
     """The index that Hugging Face's loaders read to find each tensor."""
     total = sum(_size(shard) for shard in shards)
@@ -191,7 +182,8 @@ def _content(tensors: Named, wait: Wait) -> Content:
     write concurrently.
     """
     wait()
-    return [_header(tensors), *_bytes(tensors)]
+    as_bytes = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values())
+    return [_header(tensors), *(memoryview(data.numpy()) for data in as_bytes)]  # type: ignore[arg-type]
 
 
 def _put(store: Store, path: str, content: Callable[[], Content]) -> None:
@@ -216,9 +208,3 @@ def _header(tensors: Named) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensors: Named) -> Iterator[memoryview]:
-    for tensor in tensors.values():
-        data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        yield memoryview(data)

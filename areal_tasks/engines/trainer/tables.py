@@ -31,18 +31,17 @@ from schemas.manifest import ShardRef, TableRef
 _NONE: Final = -1
 
 
+@dataclass
 class FetchedTables:
     """This rank's part of the files that the last command named: in the store, or in `folder`, its own.
 
     They stay there for the next command if that last one `keeps` them: training reads the rollout that was scored.
     """
 
-    def __init__(self, group: Group, folder: Path, links: dist.ProcessGroup | None = None) -> None:
-        """`links`: over which ranks exchange rows; default: torch's default group."""
-        self.group = group
-        self.folder = folder
-        self.links = links
-        self.keeps = False
+    group: Group
+    folder: Path
+    links: dist.ProcessGroup | None = None  # over which ranks exchange rows; None: torch's default group
+    keeps: bool = False
 
     def fetch(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> SharedTables:
         """Have each rank fetch and verify every `world`-th file of these tables.
@@ -82,10 +81,7 @@ class SharedTables:
     files: Sequence[Path]  # those of this rank
 
     def read(
-        self,
-        columns: Mapping[str, Sequence[str]],
-        ids: pa.Array | None = None,
-        ranks: Int[Tensor, " B"] | None = None,
+        self, columns: Mapping[str, Sequence[str]], ids: pa.Array | None = None, ranks: Int[Tensor, " B"] | None = None
     ) -> dict[str, pa.Table]:
         """These columns of some tables, as on every other rank at the same time: the rows for this rank, in order.
 
@@ -115,11 +111,7 @@ class SharedTables:
         return {name: pa.concat_tables(parts) for name, parts in found.items()}
 
     def _mine(
-        self,
-        number: int,
-        columns: Mapping[str, Sequence[str]],
-        ids: pa.Array | None,
-        ranks: Int[Tensor, " B"] | None,
+        self, number: int, columns: Mapping[str, Sequence[str]], ids: pa.Array | None, ranks: Int[Tensor, " B"] | None
     ) -> list[pa.Table]:
         """The rows of this rank's file `number` for each rank; a single table if all get the same.
 

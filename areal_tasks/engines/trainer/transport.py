@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from secrets import token_hex
@@ -53,6 +54,7 @@ class Unanswered(Exception):
     """A server died, hangs, or failed internally: the request is not the cause."""
 
 
+@dataclass
 class Sender:
     """Sends weights, and keeps NCCL's process group between versions.
 
@@ -62,24 +64,15 @@ class Sender:
     with the failure, and has to end this process. The group meets at `address`, one of this machine's.
     """
 
-    def __init__(
-        self,
-        stuck: Callable[[Exception], object],
-        backend: str = "nccl",
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        grace_seconds: float = GRACE_SECONDS,
-        stuck_seconds: float = STUCK_SECONDS,
-        address: str = HOST,
-    ) -> None:
-        self.stuck = stuck
-        self.backend = backend
-        self.timeout = timedelta(seconds=timeout_seconds)
-        self.grace_seconds = grace_seconds
-        self.stuck_seconds = stuck_seconds
-        self.address = address
-        self.group: dist.ProcessGroup | None = None
-        self.name = ""
-        self.members: tuple[Receiver, ...] = ()
+    stuck: Callable[[Exception], object]
+    backend: str = "nccl"
+    timeout_seconds: float = TIMEOUT_SECONDS
+    grace_seconds: float = GRACE_SECONDS
+    stuck_seconds: float = STUCK_SECONDS
+    address: str = HOST
+    group: dist.ProcessGroup | None = None
+    name: str = ""  # of the group
+    members: tuple[Receiver, ...] = ()
 
     def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Failures:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
@@ -108,7 +101,13 @@ class Sender:
             for work in [group.broadcast(t, root=0) for t in tensors.values()]:
                 work.wait()
 
-        body = _description(tensors, command, self.name)
+        body = _update(
+            command,
+            names=list(tensors),
+            dtypes=[str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            shapes=[list(t.shape) for t in tensors.values()],
+            group_name=self.name,
+        )
         return self.run_collective(
             command, "/update_weights_from_distributed", [body] * len(command.receivers), broadcast_all
         )
@@ -126,7 +125,8 @@ class Sender:
             bodies = [{**common, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
             def open_group() -> None:
-                self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, self.timeout)
+                timeout = timedelta(seconds=self.timeout_seconds)
+                self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, timeout)
 
             return self.run_collective(command, "/init_weights_update_group", bodies, open_group)
 
@@ -222,17 +222,6 @@ def send_handles(handles: Sequence[str], command: Send) -> Failures:
     calls = post_all(command, "/update_weights_from_tensor", bodies)
     wait(calls.values())
     return failed(calls, None)
-
-
-def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
-    """The tensors that are broadcast, in order."""
-    return _update(
-        command,
-        names=list(tensors),
-        dtypes=[str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-        shapes=[list(t.shape) for t in tensors.values()],
-        group_name=group,
-    )
 
 
 def _update(command: Send, **fields: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,19 +31,19 @@ log = logging.getLogger(__name__)
 ROOM: Final = 0.8
 
 
+@dataclass
 class CheckpointWriter:
     """This rank's part in the checkpoints. All ranks make the same calls in the same order, from one thread."""
 
-    def __init__(self, store: Store, group: Group) -> None:
-        self.store = store
-        self.group = group
-        self.copies = Copies()
-        self.prefix = ""  # of the checkpoint that is being written, or was written last
-        self._temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
-        self._saving: Saving
-        self._written: Future[list[Hashed]] | None = None
-        self._files: tuple[FileRef, ...] | None = None  # once all ranks have written
-        self._allocated: Future[None] | None = None  # when memory for copies is there, or is known to be lacking
+    store: Store
+    group: Group
+    copies: Copies = field(default_factory=Copies)
+    prefix: str = ""  # of the checkpoint that is being written, or was written last
+    _saving: Saving = field(init=False)
+    _temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
+    _written: Future[list[Hashed]] | None = None
+    _files: tuple[FileRef, ...] | None = None  # once all ranks have written
+    _allocated: Future[None] | None = None  # when memory for copies is there, or is known to be lacking
 
     def prepare(self, plan: Callable[[Path], Saving]) -> None:
         """Once, begin to allocate the memory for copies of what `plan` plans, in a thread; it stays.
