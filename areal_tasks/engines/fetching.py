@@ -55,10 +55,8 @@ class Fetched:
 def local_weights(store: Store, files: Sequence[FileRef]) -> AbstractContextManager[Path]:
     """A folder of this machine with these files, verified, which engines load inside this context.
 
-    Those of a store on this machine are loaded from there; others are fetched into memory.
-
-    Raises:
-        UserError: a file is damaged; possibly raised only on entering.
+    Those of a store on this machine are loaded from there; others are fetched into memory. UserError, possibly only on
+    entering: a file is damaged.
     """
     if (folder := store.local(common_folder(files))) is None:
         return in_memory(store, files)

@@ -29,13 +29,14 @@ Transport = Literal["store", "tensor", "nccl"]
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
     """The transport that the recipe names; for `auto` the fastest that the placement allows without a network.
 
-    Raises:
-        UserError: the placement does not allow the one it names.
+    UserError: the placement does not allow the one it names.
     """
     if not isinstance(recipe, RlhfRecipe) or recipe.inference.engine != "sglang":
         return "store"
-    here = on_this_machine(recipe.launcher)
-    possible = _possible(placement, external) if here else _between_machines(recipe, external)
+    possible = _possible(placement, external)
+    if not on_this_machine(recipe.launcher):  # NCCL only if the recipe names it, since it does not encrypt
+        on_gpus = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
+        possible = ["store", "nccl"] if on_gpus else ["store"]
     asked = recipe.inference.transport
     if asked == "auto":
         return possible[0]
@@ -70,12 +71,6 @@ def sending_ranks(transport: Transport, placement: Placement) -> tuple[int, ...]
         return ()
     ranks = map(placement.trainer_rank, range(len(placement.servers)))
     return tuple(rank for rank in ranks if rank is not None)
-
-
-def _between_machines(recipe: RlhfRecipe, external: bool) -> list[Transport]:
-    """The transports that a cluster allows; NCCL only if the recipe names it, since it does not encrypt."""
-    on_gpus = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
-    return ["store", "nccl"] if on_gpus else ["store"]
 
 
 def name_of(ref: WeightsRef) -> str:
@@ -123,8 +118,7 @@ class WeightsSource:
     def ready(self, ref: WeightsRef) -> str:
         """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary.
 
-        Raises:
-            UserError: a file is damaged.
+        UserError: a file is damaged.
         """
         if self.reads_store:
             return self.store.uri(ref.path)

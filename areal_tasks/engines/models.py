@@ -69,20 +69,16 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     commit = _commit_of(run, int(version) if version else earlier.iteration if earlier else run.committed)
     if reader:
         write_reference(store, name, reader, commit.iteration + 1, "weights")
-    ref = _written(path, written_weights(run, commit))
-    for run_needed in {name, ref.path.split("/")[0]}:  # the files may belong to the run that it was forked from
-        check_run_kept(store, run_needed)
-    check_kept(store, ref)
-    return read_weights(store, ref).files
-
-
-def _written(path: str, ref: WeightsRef) -> WeightsRef:
+    ref = written_weights(run, commit)
     if not ref.written:
         raise UserError(
             f"model.path: '{path}' is version {ref.version}, which was sent to the servers and not written; "
             "name one that trainer.weights_every divides, or the last of a run that is complete"
         )
-    return ref
+    for run_needed in {name, ref.path.split("/")[0]}:  # the files may belong to the run that it was forked from
+        check_run_kept(store, run_needed)
+    check_kept(store, ref)
+    return read_weights(store, ref).files
 
 
 def _commit_of(run: Run, version: int) -> IterationCommit:

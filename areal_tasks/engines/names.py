@@ -176,20 +176,16 @@ class _Plan:
         """The groups, and the names of the stored tensors that belong to none."""
         members: defaultdict[str, list[_Member]] = defaultdict(list)
         for name in sorted(stored, key=dot_natural_key):  # so that expert 10 comes after expert 9
-            layer, member = self._placed(name)
-            members[layer].append(member)
+            layer, pattern = rename_source_key(
+                name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
+            )
+            renamed = rename_source_key(name, self.renamings, [])[0] if pattern else name
+            if layer not in self.tied and name in self.tied:  # it was saved under the model's own name
+                layer, pattern, renamed = name, None, name
+            members[layer].append(_Member(name, pattern, renamed))
         known = {layer: found for layer, found in members.items() if layer in self.tied}
         useless = [m.stored for layer, found in members.items() if layer not in known for m in found]
         return tuple(self._group(layer, found) for layer, found in known.items()), useless
-
-    def _placed(self, name: str) -> tuple[str, _Member]:
-        """A stored tensor, after transformers' name of the group that it belongs to."""
-        layer, pattern = rename_source_key(
-            name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
-        )
-        if layer not in self.tied and name in self.tied:  # it was saved under the model's own name
-            return name, _Member(name, None, name)
-        return layer, _Member(name, pattern, rename_source_key(name, self.renamings, [])[0] if pattern else name)
 
     def _group(self, layer: str, members: Sequence[_Member]) -> Group:
         stored, patterns, renamed = zip(*members, strict=True)
@@ -198,7 +194,10 @@ class _Plan:
         converter = next(c for c in self.converters if not {*patterns}.isdisjoint(c.source_patterns))
         first = converter.target_patterns[0]
         held = tuple(layer.replace(first, target) for target in converter.target_patterns)
-        forth, back = _Conversion(converter, layer, patterns, self.model), self._reverse(converter, held)
+        reverse = converter.reverse_transform()
+        layers, of_held = zip(*(reverse.rename_source_key(name) for name in held), strict=True)
+        forth = _Conversion(converter, layer, patterns, self.model)
+        back = _Conversion(reverse, layers[0], of_held, self.model)
         if back([torch.empty_like(self.every[name], device="meta") for name in held]).keys() != set(renamed):
             raise UserError(
                 f"transformers converts {listed(stored)} of the checkpoint to {listed(held)}, and cannot "
@@ -206,11 +205,6 @@ class _Plan:
                 "complete? model.path must be a complete one, with the usual names of its model family"
             )
         return Group(stored, tuple(self.tied[name] for name in held), forth, back, (held, renamed))
-
-    def _reverse(self, converter: Any, held: Sequence[str]) -> _Conversion:
-        reverse = converter.reverse_transform()
-        layers, patterns = zip(*(reverse.rename_source_key(name) for name in held), strict=True)
-        return _Conversion(reverse, layers[0], patterns, self.model)
 
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:

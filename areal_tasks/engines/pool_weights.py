@@ -15,7 +15,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from areal_tasks.engines.external import folder_not_visible
+from areal_tasks.engines.external import FETCH, folder_not_visible
 from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target
 from areal_tasks.engines.server_pool import ServerPool
 
@@ -160,7 +160,7 @@ class UpdatedPool(ServerPool):
             assert self.target is not None and self.target.uri is not None
             fetches = "://" in self.target.uri and self.settings.engine == "sglang"
             if fetches and server.healthy and not server.current:
-                await server.fetch_weights(self.target.uri)
+                await server.ask("POST", FETCH, {"model_path": self.target.uri})
             if server.current or not server.healthy:
                 return None
             server.older = False

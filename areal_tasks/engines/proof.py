@@ -45,8 +45,7 @@ class Proof:
     def of(self, client: InferenceClient, give: Give) -> list[float]:
         """Call `give`, which gives weights to the client's servers, and return its result; while `due`, prove them.
 
-        Raises:
-            UserError: a tensor does not come from the weights; the message names it and the remedy.
+        UserError names a tensor that does not come from the weights, and the remedy.
         """
         seconds = give()
         if self.due:

@@ -231,7 +231,10 @@ class Sampler:
 
     def _used(self, name: str, service: Service | None) -> Row:
         """The columns of CPU, memory and GPUs; CPU time as the mean number of cores since the last sample."""
-        usage = _usage(name, service)
+        if service is not None:
+            usage = service.handle.usage()
+        else:
+            usage = measure(os.getpid(), descendants=False) if name == FLOW else None
         if usage is None:
             self._usages.pop(name, None)
             return {"host": ""}
@@ -244,12 +247,6 @@ class Sampler:
 
 def _queue(running: int, waiting: int | None, at_once: int | None) -> Row:
     return {"running": running, "waiting": waiting, "at_once": at_once}
-
-
-def _usage(name: str, service: Service | None) -> Usage | None:
-    if service is not None:
-        return service.handle.usage()
-    return measure(os.getpid(), descendants=False) if name == FLOW else None
 
 
 def cores_used(before: Usage | None, after: Usage) -> float | None:

@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.external import FETCH, STORE_OF
+from areal_tasks.engines.external import STORE_OF
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -243,10 +243,6 @@ class Server:
         while self.requests + (await busy()).get(self.url, 0):
             await asyncio.sleep(POLL_SECONDS)
 
-    async def fetch_weights(self, uri: str) -> None:
-        """Fetch these weights of the store to the server's machine, so that it can load them at once."""
-        await self.ask("POST", FETCH, {"model_path": uri})
-
     async def reads(self, store: str) -> bool:
         """Whether the server loads weights from this store by itself, which plain SGLang does not."""
         try:
@@ -348,10 +344,12 @@ async def read_events(where: str, content: aiohttp.StreamReader) -> AsyncIterato
     last: dict[str, Any] | None = None
     async for event in _data(content):
         answer = orjson.loads(event)
-        _check_event(where, event, answer)
-        if answer["meta_info"]["finish_reason"] is None:
+        if "error" in answer:
+            check_status(where, int(answer["error"]["code"]), reason_of(event))
+        if (ended := answer["meta_info"]["finish_reason"]) is None:
             yield answer
         else:
+            check_status(where, int(ended.get("status_code") or 200), str(ended.get("message")))
             last = answer
     if last is None:
         raise ServerDown(f"{where}: the stream ended before the answer")
@@ -366,13 +364,6 @@ async def _data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for event in events:
             if (data := event.removeprefix(b"data: ")) != b"[DONE]":
                 yield data
-
-
-def _check_event(where: str, event: bytes, answer: dict[str, Any]) -> None:
-    if "error" in answer:
-        check_status(where, int(answer["error"]["code"]), reason_of(event))
-    reason = answer["meta_info"]["finish_reason"] or {}
-    check_status(where, int(reason.get("status_code") or 200), str(reason.get("message")))
 
 
 def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:

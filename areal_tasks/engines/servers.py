@@ -100,16 +100,13 @@ class Servers:
                     log.info("%s joins the run", name)
             if self._client is not None and not isinstance(recipe, SftRecipe):
                 self.loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
-            self._retire([name for name in before if name not in self.names])
-
-    def _retire(self, names: Sequence[str]) -> None:
-        """Stop servers once no client uses them. Their requests are retried on others."""
-        if names and self._client is not None:
-            self._supervise()
-            self.call(self._client.followers.acknowledged())
-        for name in names:
-            log.info("%s leaves the run", name)
-            self.supervisor.retire(name)
+            leaving = [name for name in before if name not in self.names]
+            if leaving and self._client is not None:  # their requests are retried on others
+                self._supervise()
+                self.call(self._client.followers.acknowledged())
+            for name in leaving:
+                log.info("%s leaves the run", name)
+                self.supervisor.retire(name)
 
     @property
     def names(self) -> list[str]:
@@ -141,10 +138,8 @@ class Servers:
     def inference(self, waits: bool = True) -> InferenceClient:
         """A client of the servers, which generate with the current weights; restarts those that have ended.
 
-        With `waits` false, the servers may hold older weights that another thread is about to replace.
-
-        Raises:
-            UserError: the current weights are damaged; every call raises it again.
+        With `waits` false, the servers may hold older weights that another thread is about to replace. UserError, at
+        every call: the current weights are damaged.
         """
         if not self._lock.acquire(blocking=waits or self._client is None):
             assert self._client is not None
@@ -326,10 +321,7 @@ class Servers:
     def _send(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
         """Have the trainer send the weights that it holds, and every server confirm them; seconds per server.
 
-        A server that fails may hold a part of them: it is evicted and restarted.
-
-        Raises:
-            ServerDown: all servers failed.
+        A server that fails may hold a part of them: it is evicted and restarted. ServerDown if all fail.
         """
         started, version, paused = time.monotonic(), ref.version, client.paused
         self.weights.fetched.release_older()

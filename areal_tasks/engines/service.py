@@ -119,16 +119,13 @@ class BearerAuth:
         self.expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._allowed(scope):
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await JSONResponse({"error": "missing or wrong bearer token"}, status_code=401)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _allowed(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self.expected)
 
 
 def status_in(statuses: Iterable[tuple[type[Exception], int]], error: BaseException) -> int:

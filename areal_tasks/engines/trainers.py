@@ -277,8 +277,7 @@ def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit |
 def read_input(run: Run, ref: InputRef, commit: IterationCommit | None) -> StageManifest:
     """The manifest of a stage's input, verified by its bytes if `commit` names it, else by its content digest.
 
-    Raises:
-        StoreError: it is not the one that was trained on; the message names the file.
+    StoreError names the file that is not the one that was trained on.
     """
     named = next((stage for stage in commit.stages if stage.path == ref.path), None) if commit else None
     manifest = run.read_manifest(ref.path) if named is None else run.read_stage(named)

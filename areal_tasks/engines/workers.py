@@ -97,8 +97,7 @@ class Workers:
     def supervise(self) -> None:
         """Restart workers that have ended, and report to the manager which ones are ready.
 
-        Raises:
-            ServiceFailed: no worker runs, and `launcher.restarts` are used up.
+        ServiceFailed: no worker runs, and `launcher.restarts` are used up.
         """
         with self._lock:
             if (manager := self._manager) is None:

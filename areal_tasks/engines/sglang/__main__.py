@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -25,7 +25,6 @@ from areal_tasks.engines.models import file_states, link_wanted
 from areal_tasks.engines.ports import hold_port
 from areal_tasks.engines.service import (
     TOKEN,
-    ModelFolder,
     ServiceSpec,
     as_service,
     exit_at_sigterm,
@@ -135,21 +134,15 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, access: Access) -
     started = reported = time.monotonic()
     with httpx.Client(headers=access.headers, verify=access.trust, timeout=HEALTH_SECONDS, trust_env=False) as client:
         while child.poll() is None:
-            if _healthy(client, url):
-                log.info("SGLang is ready after %.1f s", time.monotonic() - started)
-                return True
+            with suppress(httpx.HTTPError):
+                if client.get(f"{url}/health_generate").status_code == 200:
+                    log.info("SGLang is ready after %.1f s", time.monotonic() - started)
+                    return True
             if time.monotonic() - reported > PROGRESS_SECONDS:
                 reported = time.monotonic()
                 log.info("SGLang has been starting for %.0f s", reported - started)
             time.sleep(POLL_SECONDS)
     return False
-
-
-def _healthy(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(f"{url}/health_generate").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 # ── the weights it starts with ──────────────────────────────────────────────────────────────────────────────────────
@@ -159,10 +152,8 @@ def _healthy(client: httpx.Client, url: str) -> bool:
 def first_weights(spec: ServiceSpec) -> Iterator[Path]:
     """A local folder with the weights that `spec` names, which SGLang reads inside this context.
 
-    They are those of a store, or the model's own folder while it is copied into the store.
-
-    Raises:
-        UserError: it names none. On leaving: the bytes in the folder are not the intended ones.
+    They are those of a store, or the model's own folder while it is copied into the store. UserError: it names none;
+    or, on leaving, the bytes in the folder are not the intended ones.
     """
     if spec.weights is not None:
         store = open_store(spec.store_url)
@@ -172,16 +163,11 @@ def first_weights(spec: ServiceSpec) -> Iterator[Path]:
     if spec.folder is None:
         raise UserError("the inference server was given no weights; publish version 0 first")
     yield link_wanted(Path(spec.folder.path), Path(tempfile.mkdtemp(prefix="weights-")))
-    check_unchanged(spec.folder)
-
-
-def check_unchanged(folder: ModelFolder) -> None:
-    """Raise UserError if a file of the folder has changed: SGLang may have read other bytes than the store has."""
-    now = file_states(Path(folder.path))
-    changed = sorted(name for name in now.keys() | folder.files.keys() if now.get(name) != folder.files.get(name))
-    if changed:
+    now, before = file_states(Path(spec.folder.path)), spec.folder.files
+    changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+    if changed:  # SGLang may have read other bytes than the store has
         raise UserError(
-            f"model.path: {changed[0]} in {folder.path} was changed while the run started with it; run again "
+            f"model.path: {changed[0]} in {spec.folder.path} was changed while the run started with it; run again "
             "under another name once the folder is complete"
         )
 

@@ -40,8 +40,7 @@ def training_attention(
 ) -> tuple[Float[Tensor, "n length heads value_dim"], None]:
     """Transformers' attention interface. With `cu_seq_lens_q` the single row holds packed samples with these bounds.
 
-    Raises:
-        UserError: the model needs a kind of attention that is not supported.
+    UserError: the model needs a kind of attention that is not supported.
     """
     if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
         raise UserError(

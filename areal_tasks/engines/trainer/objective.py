@@ -126,10 +126,8 @@ def agreement(tokens: float, gaps: float, largest: float, outside: float) -> dic
 def check_agreement(found: Mapping[str, float], bound: float, tokens: int, said: str = "No step was made.") -> None:
     """Refuse a mean gap above `bound` (`algorithm.max_logprob_gap`). A NaN passes: a loss of NaN skips the step.
 
-    `said`: the sentence of the message that states the consequence.
-
-    Raises:
-        Declined: states the measurement, the usual causes, and the field to change.
+    `said`: the sentence of the message that states the consequence. Declined states the measurement, the usual causes,
+    and the field to change.
     """
     if found["logprob_gap_mean"] > bound:
         raise Declined(

@@ -79,11 +79,7 @@ def cpu_threads(settings: Trainer) -> int:
 
 
 def join(spec: ServiceSpec, settings: Trainer) -> Group:
-    """Make this process a rank of its trainer, start the others unless they are started elsewhere, and join them.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """Make this process a rank of its trainer, start the others unless they are started elsewhere, and join them."""
     use_interface(spec.address)
     place = find_place(settings, os.environ, spec.node)
     if place.world == 1:
@@ -173,11 +169,7 @@ DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 
 
 def rank_device(local_rank: int, world: int) -> torch.device:
-    """The GPU of a rank, among those that this process may see; the CPU where there is none.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """The GPU of a rank, among those that this process may see; the CPU where there is none. UserError if too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() < world:

@@ -22,8 +22,7 @@ from areal_tasks.engines.trainer.tables import SharedTables
 def plan_and_batch(command: Train, settings: Settings, tables: SharedTables) -> tuple[Plan, Batch]:
     """The plan of all ranks, recorded if the command names one, and the batch with the tokens of this one's samples.
 
-    Raises:
-        UserError: tables do not fit each other, or a token is newer than the policy or too old.
+    UserError: tables do not fit each other, or a token is newer than the policy or too old.
     """
     world, lag, is_sft = tables.group.world, settings.max_lag, command.kind == "sft"
     read = tables.read({name: PLANNING[name] for name in command.tables if name in PLANNING})
@@ -42,8 +41,7 @@ def plan_and_batch(command: Train, settings: Settings, tables: SharedTables) -> 
 def plan_and_texts(tables: SharedTables, settings: Settings) -> tuple[Plan, Batch]:
     """The plan by which all ranks score a rollout, and the batch with the tokens of the samples of this one.
 
-    Raises:
-        UserError: the lists of a row differ in length.
+    UserError: the lists of a row differ in length.
     """
     world = tables.group.world
     samples = text_samples(tables.read({"rollout": PLANNING["rollout"]})["rollout"])

@@ -69,8 +69,7 @@ def read_of(table: str, ages: bool) -> tuple[str, ...]:
 def grpo_samples(tables: Mapping[str, pa.Table], version: int) -> Samples:
     """All samples of the tables `rollout` and `advantage`, joined by `sample_id`.
 
-    Raises:
-        UserError: rows are missing, or a token is newer than `version`.
+    UserError: rows are missing, or a token is newer than `version`.
     """
     rollout = tables["rollout"]
     newest = pc.max(rollout["version_max"]).as_py()
@@ -140,11 +139,7 @@ def _batch(
 
 
 def read_sequences(table: pa.Table) -> Sequences:
-    """The token columns of a rollout or batch table.
-
-    Raises:
-        UserError: the lists of a row differ in length.
-    """
+    """The token columns of a rollout or batch table. UserError: the lists of a row differ in length."""
     lengths = _tensor(table["num_tokens"]).long()
     ids = _whole(table["input_ids"])
     _check_lengths("input_ids", ids, lengths)
@@ -153,11 +148,7 @@ def read_sequences(table: pa.Table) -> Sequences:
 
 
 def aligned(table: pa.Table, ids: pa.Array, name: str) -> pa.Table:
-    """The rows of `table` in the order of `ids`.
-
-    Raises:
-        UserError: a sample is missing.
-    """
+    """The rows of `table` in the order of `ids`. UserError: a sample is missing."""
     own = _whole(table["sample_id"])
     if own.equals(ids):
         return table
@@ -223,11 +214,7 @@ class Staleness:
 
 
 def _staleness(rollout: pa.Table, sequences: Sequences, version: int, bound: float) -> Staleness:
-    """The staleness of tokens that the policy `version` trains on.
-
-    Raises:
-        UserError: a token is more than `bound` versions older; names its sample, its version, and the bound.
-    """
+    """The staleness of tokens that the policy `version` trains on. UserError: one is more than `bound` versions old."""
     versions, stale_kv = (_flat(rollout, name, sequences) for name in AGES)
     found = Staleness(torch.where(sequences.counted, version - versions, 0), stale_kv & sequences.counted)
     if not len(found.lag) or (lag := int(found.lag.max())) <= bound:

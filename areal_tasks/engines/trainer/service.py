@@ -68,11 +68,7 @@ log = logging.getLogger(__name__)
 
 
 def make_backend(settings: Settings) -> LocalBackend:
-    """The backend that the recipe names, as a rank of the process group that this process has joined.
-
-    Raises:
-        UserError: DeepSpeed is not installed.
-    """
+    """The backend that the recipe names, as a rank of the process group. UserError: DeepSpeed is not installed."""
     plain = {"local": LocalBackend, "fsdp2": Fsdp2Backend, "deepspeed": ReplicatedBackend}
     if settings.trainer.backend != "deepspeed" or settings.trainer.zero_stage == 0:
         return plain[settings.trainer.backend](settings.trainer, settings.model)

@@ -46,11 +46,7 @@ class Settings:
 
 
 def read_settings(recipe: dict[str, Any]) -> Settings:
-    """Settings of an `rlhf` or `sft` recipe.
-
-    Raises:
-        UserError: the recipe is of another flow.
-    """
+    """Settings of an `rlhf` or `sft` recipe. UserError: it is of another flow."""
     if recipe.get("flow") == "sft":
         return _sft_settings(SftRecipe.model_validate(recipe))
     if recipe.get("flow") == "rlhf":

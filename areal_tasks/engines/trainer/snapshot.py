@@ -122,10 +122,8 @@ def largest_difference(tensors: Named, folder: Path) -> float:
     """The largest difference between a weight of `tensors` and the same one in the Hugging Face folder `folder`.
 
     If the names differ, both are compared as tensors of the model: earlier versions of this program published weights
-    under the model's names. Infinite if a tensor is missing, or of another shape, on one side.
-
-    Raises:
-        UserError: the names differ, and transformers cannot make the model of one side.
+    under the model's names. Infinite if a tensor is missing, or of another shape, on one side. UserError: transformers
+    cannot make the model of one side.
     """
     stored: Named = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
     if tensors.keys() != stored.keys():

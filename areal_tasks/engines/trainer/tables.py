@@ -46,8 +46,7 @@ class FetchedTables:
     def fetch(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> SharedTables:
         """Have each rank fetch and verify every `world`-th file of these tables.
 
-        Raises:
-            UserError: on every rank; a file is missing, or has another SHA-256 than recorded.
+        UserError on every rank: a file is missing, or has another SHA-256 than recorded.
         """
         self.keeps = keeps
         first = sorted(refs, key=lambda name: name != "rollout")  # a kept one is then with the same ranks again

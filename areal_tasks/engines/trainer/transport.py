@@ -78,10 +78,8 @@ class Sender:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
 
         All others then hold that version. A broadcast reaches all receivers or none. With `tensor` each server gets the
-        `handles` of the rank on its GPU, which holds the same tensors.
-
-        Raises:
-            WeightTransferRejected: a server refused, and none failed otherwise.
+        `handles` of the rank on its GPU, which holds the same tensors. WeightTransferRejected: a server refused, and
+        none failed otherwise.
         """
         if command.transport == "tensor":
             return send_handles(handles, command)

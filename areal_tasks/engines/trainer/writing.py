@@ -66,10 +66,7 @@ class CheckpointWriter:
     def begin(self, prefix: str, plan: Callable[[Path], Saving]) -> None:
         """Begin to write what `plan` plans to write into a folder; when this returns, that may change.
 
-        It is written at once where host memory has no room for a copy.
-
-        Raises:
-            StoreError: a rank cannot make its folder.
+        It is written at once where host memory has no room for a copy. StoreError: a rank cannot make its folder.
         """
         self._wait()  # for one that nothing asks for, as for that of an earlier start of the flow
         self._clean()
