@@ -211,7 +211,10 @@ class Sampler:
     def _queues(self) -> dict[str, Row]:
         """The columns of queues, by the service's address; those of the flow by its name."""
         servers, backlog = self.engines.servers, self.engines.servers.workers.backlog()
-        at_once = self._at_once()
+        recipe, at_once = self.engines.recipe, None
+        if not isinstance(recipe, SftRecipe):  # samples in the embedded engine, requests in SGLang
+            settings = recipe.inference
+            at_once = settings.slots if settings.engine == "embedded" else settings.max_concurrent_requests
         found = {url: _queue(*queue, at_once) for url, queue in servers.queues().items()}
         for each in filter(None, (backlog, servers.evaluators.backlog())):
             for url in {*each.generating, *each.verifying, *each.held}:
@@ -220,14 +223,6 @@ class Sampler:
         if backlog is not None:
             found[FLOW] = _queue(sum(backlog.generating.values()), backlog.spooled, backlog.room)
         return found
-
-    def _at_once(self) -> int | None:
-        """How much a server works on at once: samples in the embedded engine, requests in SGLang."""
-        recipe = self.engines.recipe
-        if isinstance(recipe, SftRecipe):
-            return None
-        settings = recipe.inference
-        return settings.slots if settings.engine == "embedded" else settings.max_concurrent_requests
 
     def _used(self, name: str, service: Service | None) -> Row:
         """The columns of CPU, memory and GPUs; CPU time as the mean number of cores since the last sample."""

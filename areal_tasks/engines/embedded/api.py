@@ -6,23 +6,18 @@ from itertools import repeat
 from typing import Any, Final, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequence
 from areal_tasks.engines.ends import Detokenizer
 from schemas.errors import UserError
+from schemas.record import Record
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are no character
 
 
-class Body(BaseModel):
-    """A request body. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Generate(Body):
+class Generate(Record):
     """POST /generate. A list of prompts with one `sampling_params` for all or one for each, answered by a list.
 
     With `stream` it is one prompt, not in a list, answered by events (see `app.stream`).
@@ -35,13 +30,13 @@ class Generate(Body):
     stream: bool = False
 
 
-class Pause(Body):
+class Pause(Record):
     """POST /pause_generation."""
 
     mode: Literal["abort", "in_place"] = "abort"
 
 
-class UpdateWeights(Body):
+class UpdateWeights(Record):
     """POST /update_weights_from_disk. `model_path`: a local folder, or the URL of a weights manifest of the store."""
 
     model_path: str = Field(min_length=1)

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from areal_tasks.data.sampler import GOLDEN, mix64
+from schemas.record import Record
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -24,13 +25,11 @@ MAX_STOPS: Final = 64
 T = TypeVar("T")
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Record):
     """SGLang's `sampling_params`, without those that a trainer cannot reproduce: they are refused.
 
     Texts hold all tokens that were sampled: `no_stop_trim` cannot be turned off.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     max_new_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)

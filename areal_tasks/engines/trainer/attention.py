@@ -10,7 +10,7 @@ import inspect
 from typing import Any, Final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -94,18 +94,15 @@ def causal(
     window: int | None,
 ) -> Float[Tensor, "n heads length value_dim"]:
     """Every position attends to itself and earlier ones, at most `window` in total."""
-    length = query.shape[2]
-    mask = None if window is None or length <= window else _band(length, window, query.device)
+    length, mask = query.shape[2], None
+    if window is not None and length > window:
+        at = torch.arange(length, device=query.device)
+        behind = at[:, None] - at
+        mask = (behind >= 0) & (behind < window)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
-
-
-def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "length length"]:
-    at = torch.arange(length, device=device)
-    behind = at[:, None] - at
-    return (behind >= 0) & (behind < window)
 
 
 AttentionInterface.register(NAME, training_attention)

@@ -162,10 +162,15 @@ class Learner:
         return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
-        """Minibatch `number` of the plan."""
+        """Minibatch `number` of the plan: all its tokens together weigh 1."""
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
+        counts = self.counts[rows]
+        counted = counts > 0
+        first = (counts.cumsum(0) - counts)[counted]
+        weights = torch.zeros(len(self.counts))
+        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
         mine = passes_of_rank(self.plan, number, self.backend.rank, self.backend.world)
-        return Minibatch(number, rows, self._sample_weights(rows), passes_of(self.plan, number), mine)
+        return Minibatch(number, rows, weights, passes_of(self.plan, number), mine)
 
     def _passes(self, minibatches: list[Minibatch]) -> Iterator[Pass]:
         """This rank's passes over all minibatches, in order."""
@@ -239,15 +244,6 @@ class Learner:
         """Add this rank's statistics of finished minibatches to `samples`."""
         while done:
             samples.add(*done.pop())
-
-    def _sample_weights(self, rows: Int[Tensor, " n"]) -> Float[Tensor, " B"]:
-        """The weight of every token of each sample, such that all tokens of the minibatch together weigh 1."""
-        counts = self.counts[rows]
-        counted = counts > 0
-        first = (counts.cumsum(0) - counts)[counted]
-        weights = torch.zeros(len(self.counts))
-        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
-        return weights
 
     def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> tuple[Float[Tensor, "3 K"], TokenStats]:
         """Run this rank's forward and backward passes; the backend accumulates the gradients.

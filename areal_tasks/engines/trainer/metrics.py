@@ -28,7 +28,6 @@ _OF_SAMPLES: Final = {
     "sample_logprob_gap": "logprob_gap",
 }
 _GAP: Final = list(_OF_SAMPLES).index("sample_logprob_gap")
-_COMPARED: Final = len(STATS)  # the row after STATS, if there is one
 _MEANS: Final = (
     "loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr",
 )  # fmt: skip
@@ -94,7 +93,11 @@ class SampleMeans:
         sums = torch.from_numpy(np.add.reduceat(rows, starts, axis=1, dtype=np.float64))
         if not measured:
             sums[_GAP] = math.nan
-        counts = torch.stack([lengths, _compared(stats, starts, lengths)])
+        compared = lengths
+        if len(stats.values) > len(STATS):  # the row `compared` marks the tokens that measure the engines' agreement
+            marked = stats.values[len(STATS)].numpy()
+            compared = torch.from_numpy(np.add.reduceat(marked, starts, dtype=np.float64)).long()
+        counts = torch.stack([lengths, compared])
         self.parts.index_add_(1, samples, torch.cat([counts.double(), sums]))
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
@@ -105,13 +108,6 @@ class SampleMeans:
         found["sample_ratio"] = torch.where(tokens > 0, found["sample_ratio"], 1.0)
         found["sample_logprob_gap"] = torch.where(compared > 0, found["sample_logprob_gap"], math.nan)
         return {name: column.numpy() for name, column in found.items()}
-
-
-def _compared(stats: TokenStats, starts: np.ndarray[Any, np.dtype[np.int64]], lengths: Tensor) -> Tensor:
-    """How many tokens of each sample measure the engines' agreement: all, unless there is a row `compared`."""
-    if len(stats.values) == len(STATS):
-        return lengths
-    return torch.from_numpy(np.add.reduceat(stats.values[_COMPARED].numpy(), starts, dtype=np.float64)).long()
 
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> pa.Table:

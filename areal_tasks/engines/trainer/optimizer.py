@@ -30,14 +30,11 @@ def learning_rate(step: int, total: int, settings: Trainer) -> float:
     if step < warmup:
         return settings.lr * (step + 1) / warmup
     done = min((step - warmup) / max(total - warmup - 1, 1), 1.0)
-    return settings.lr * (settings.lr_final + (1 - settings.lr_final) * _remaining(done, settings.lr_schedule))
-
-
-def _remaining(done: float, schedule: str) -> float:
-    """The remaining share of the decay, from 1 to 0, after the share `done` of the steps."""
-    if schedule == "constant":
-        return 1.0
-    return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    if settings.lr_schedule == "constant":
+        left = 1.0
+    else:
+        left = 1 - done if settings.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (settings.lr_final + (1 - settings.lr_final) * left)
 
 
 def make_optimizer(named: Named, settings: Trainer) -> torch.optim.AdamW:

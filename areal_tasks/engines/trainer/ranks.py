@@ -97,27 +97,19 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
 def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     """The key-value store of the group, which rank 0 serves."""
     at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (spec.address, 0)
+    meeting = spec.model_copy(update={"name": "trainer-meeting"})  # under this name the first machine registers it
     if place.rank == 0:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register(rendezvous(spec), f"tcp://{url_host(store.host)}:{store.port}")
+            register(meeting, f"tcp://{url_host(store.host)}:{store.port}")
         return store
-    host, port = at if place.spawned else _find_first(spec)
-    return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
-
-
-def rendezvous(spec: ServiceSpec) -> ServiceSpec:
-    """The specification under whose name the key-value store of a trainer on several machines is registered."""
-    return spec.model_copy(update={"name": "trainer-meeting"})
-
-
-def _find_first(spec: ServiceSpec) -> tuple[str, int]:
-    """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
-    store = open_store(spec.store_url)
-    while (url := registered(store, rendezvous(spec))) is None:
-        time.sleep(FIND_SECONDS)
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
+    if not place.spawned:
+        records = open_store(spec.store_url)
+        while (url := registered(records, meeting)) is None:  # the supervisor limits the time
+            time.sleep(FIND_SECONDS)
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
+        at = host.strip("[]"), int(port)
+    return dist.TCPStore(*at, place.world, False, wait_for_workers=False)
 
 
 # ── the other ranks' processes ──────────────────────────────────────────────────────────────────────────────────────

@@ -47,8 +47,8 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learner, Work
 from areal_tasks.engines.trainer.local import LocalBackend, ReplicatedBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
+from areal_tasks.engines.trainer.plan import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.ranks import end_group, gather
-from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings

@@ -81,9 +81,13 @@ class Sender:
         `handles` of the rank on its GPU, which holds the same tensors. WeightTransferRejected: a server refused, and
         none failed otherwise.
         """
-        if command.transport == "tensor":
-            return send_handles(handles, command)
-        return self._broadcast(tensors, command)
+        if command.transport == "nccl":
+            return self._broadcast(tensors, command)
+        of_each = [[handles[one.trainer_rank]] * one.ranks for one in command.receivers]
+        bodies = [_update(command, serialized_named_tensors=own) for own in of_each]
+        calls = post_all(command, "/update_weights_from_tensor", bodies)
+        wait(calls.values())
+        return failed(calls, None)
 
     def _broadcast(self, tensors: Named, command: Send) -> Failures:
         if self.group is None or self.members != command.receivers:
@@ -212,14 +216,6 @@ def handles_of(tensors: Named) -> str:
         torch.cuda.synchronize()  # other processes do not wait for this one's streams
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     return base64.b64encode(bytes(_Handles.dumps(list(tensors.items())))).decode()
-
-
-def send_handles(handles: Sequence[str], command: Send) -> Failures:
-    """Have each receiver map and copy the tensors of the rank on its GPU; `handles` are those of all ranks."""
-    bodies = [_update(command, serialized_named_tensors=[handles[r.trainer_rank]] * r.ranks) for r in command.receivers]
-    calls = post_all(command, "/update_weights_from_tensor", bodies)
-    wait(calls.values())
-    return failed(calls, None)
 
 
 def _update(command: Send, **fields: Any) -> dict[str, Any]:

@@ -76,7 +76,10 @@ class CheckpointWriter:
         with usable(self.store, prefix):
             self._saving = saving = plan(folder)
         if not saving.held:
-            self._hold(saving, room)
+            if why := self._allocate(*_needs(saving.tensors), room):
+                log.warning("the trainer waits while its checkpoint is written: %s", why)
+            else:
+                saving.hold(self.copies)
         self.prefix = prefix
         self._written = in_background(partial(self._write, prefix, saving, started), "checkpoint")
         if saving.held:
@@ -132,13 +135,6 @@ class CheckpointWriter:
         """Wait until no thread uses the copies."""
         threads: list[Future[Any]] = [thread for thread in (self._allocated, self._written) if thread is not None]
         wait(threads)
-
-    def _hold(self, saving: Saving, room: int) -> None:
-        """Copy what `saving` writes, if there is memory for it."""
-        if why := self._allocate(*_needs(saving.tensors), room):
-            log.warning("the trainer waits while its checkpoint is written: %s", why)
-        else:
-            saving.hold(self.copies)
 
     def _allocate(self, sizes: Sequence[int], page_locked: bool, room: int) -> str:
         """Allocate memory for copies of tensors of these sizes; otherwise say why there is none."""
