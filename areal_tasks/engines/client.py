@@ -321,14 +321,12 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
 
 
 def _cut(work: _Work, tokens: int) -> None:
-    """Keep only the first `tokens` tokens."""
     result = work.result
     for column in (result.output_ids, result.logprobs, result.versions, result.stale_kv):
         del column[tokens:]
 
 
 def _piece(work: _Work, first: int, stop_reason: str | None = None) -> Piece:
-    """The known tokens from `first` on."""
     result, new = work.result, slice(first, work.known)
     values = (result.output_ids[new], result.logprobs[new], result.versions[new], result.stale_kv[new])
     return Piece(*values, stop_reason, result.server)

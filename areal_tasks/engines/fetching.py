@@ -99,7 +99,6 @@ def in_memory(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
 
 
 def memory() -> Path:
-    """The file system in memory, if there is one."""
     return MEMORY if MEMORY.is_dir() else Path(gettempdir())
 
 

@@ -208,5 +208,4 @@ class _Plan:
 
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
-    """The names that match no pattern."""
     return tuple(name for name in names if not any(re.search(pattern, name) for pattern in patterns))

@@ -41,7 +41,6 @@ class UpdatedPool(ServerPool):
         return max(held, default=self.target.version) if self.target else min(held, default=None)
 
     def wants(self, key: str) -> bool:
-        """Whether the weights of that name are the target."""
         return self.target is not None and self.target.key == key
 
     @property

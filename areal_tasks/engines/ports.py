@@ -63,5 +63,4 @@ def url_host(address: str) -> str:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """The kind of sockets that listen at an address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -126,7 +126,6 @@ class Observations:
     counts: Counter[State] = field(default_factory=Counter)
 
     def observe(self, state: State, now: float) -> None:
-        """Note the state at a time in seconds."""
         if state != self.state:
             self.state, self.since = state, now
         self.counts[state] += 1

@@ -120,7 +120,6 @@ class Server:
 
     @property
     def may_generate(self) -> bool:
-        """Whether it may generate."""
         return self.healthy and (self.current or self.older) and not self.held
 
     @property
@@ -216,7 +215,6 @@ class Server:
         await self.ask("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Continue generation, if it was paused."""
         if self.paused:
             await self.ask("POST", "/continue_generation", {})
             self.paused = False
@@ -252,7 +250,6 @@ class Server:
         return bool(answer["url"] == store)
 
     async def load_weights(self, target: Target, flags: Mapping[str, bool]) -> None:
-        """Load these weights."""
         body = {"model_path": target.uri, "weight_version": str(target.version), **flags}
         answer = await self.ask("POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):

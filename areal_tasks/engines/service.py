@@ -80,7 +80,6 @@ def spec_of(run: Run, recipe: Recipe, name: str, **more: Any) -> ServiceSpec:
 
 
 def read_spec() -> ServiceSpec:
-    """The specification that the launcher has put into the environment."""
     return ServiceSpec.model_validate_json(os.environ[SPEC])
 
 
@@ -210,7 +209,6 @@ def serve(app: Starlette, spec: ServiceSpec) -> None:
 
 
 def url_at(spec: ServiceSpec, port: int) -> str:
-    """The address of the service, if it listens on `port`."""
     return f"{'https' if spec.tls else 'http'}://{url_host(spec.address)}:{port}"
 
 

@@ -55,7 +55,6 @@ class ResidentTrainer:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def close(self) -> None:
-        """Close the connection."""
         if self.client is not None:
             self.client.close()
 

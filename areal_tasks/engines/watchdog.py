@@ -205,5 +205,4 @@ class Watchdog:
 
 
 def _clock(seconds_ago: float) -> str:
-    """The time of day `seconds_ago`."""
     return (datetime.now() - timedelta(seconds=seconds_ago)).strftime("%H:%M:%S")

@@ -55,7 +55,6 @@ class Workers:
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers that the recipe asks for."""
         return self.names_of(self.recipe) if self.generates else []
 
     def adapt(self, recipe: Recipe, join: Callable[[str], None]) -> None:

@@ -91,7 +91,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         at.positions, at.length = positions, length
 
     def copy(self, sources: Int[Tensor, " n"], targets: Int[Tensor, " n"], length: int) -> None:
-        """Copy the first `length` positions of rows `sources` to rows `targets`."""
         for layer in self.layers:
             layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]

@@ -86,7 +86,6 @@ class Engine:
         return self._command(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        """Continue after a pause."""
         return self._command(self._resume)
 
     def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
@@ -215,7 +214,6 @@ class Engine:
         self._choose(rows, logits[owner], rows)
 
     def _decode(self) -> None:
-        """One token for every active slot."""
         if not self._queue and not self._prefills:
             self._compact()
         slots, shapes = self._slots, self.runner.shapes
@@ -252,7 +250,6 @@ class Engine:
         self._advance(active, tokens, logprobs)
 
     def _advance(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append the tokens; finish what ended."""
         stopped, full = self._slots.accept(rows, tokens, logprobs)
         for slot in stopped.tolist():
             self._finish_slot(slot, {"type": "stop", "matched": int(self._slots.token[slot])})
@@ -313,7 +310,6 @@ class Engine:
         self.paused = False
 
     def _cancel_prefills(self) -> list[Sequence]:
-        """Cancel all unfinished prefills; returns their sequences."""
         for slot in [slot for p in self._prefills for slot in p.slots]:
             self._slots.release(slot)
         sequences = [s for p in self._prefills for s in p.sequences]

@@ -126,7 +126,6 @@ class Batch:
         return len(self.tokens) - 1 - self.cursor
 
     def split(self, n: int) -> tuple[Batch, Batch]:
-        """The first `n` sequences, and the others."""
         return Batch(self.tokens, self.sequences[:n]), Batch(self.tokens, self.sequences[n:])
 
 

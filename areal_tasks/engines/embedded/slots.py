@@ -33,7 +33,6 @@ class Slots:
 
     @property
     def vacancies(self) -> int:
-        """How many slots are free."""
         return len(self._free)
 
     def take(self, sequence: Sequence) -> int:
@@ -114,7 +113,6 @@ class Slots:
         self.count[slot] = 0
 
     def tail(self, slot: int, n: int) -> list[int]:
-        """The last `n` tokens of the sequence's output."""
         count = int(self.count[slot])
         recent: list[int] = self.tokens[slot, max(count - n, 0) : count].tolist()
         missing = n - len(recent)

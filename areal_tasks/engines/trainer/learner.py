@@ -56,7 +56,6 @@ class Work:
     done: int = 0
 
     def add(self, samples: int) -> None:
-        """Count further `samples` as done."""
         self.done = min(self.of, self.done + samples)
 
 

@@ -57,7 +57,6 @@ class LocalBackend:
         self.optimizer = make_optimizer(self.master.named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        """Load the frozen reference policy."""
         reference = read_policy(weights, self.settings, self.device, self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 

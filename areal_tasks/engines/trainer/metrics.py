@@ -111,7 +111,6 @@ class SampleMeans:
 
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """The `train_steps` table."""
     return make_table("train_steps", {name: [row[name] for row in rows] for name in TRAIN_STEPS.names})
 
 

@@ -74,7 +74,6 @@ def find_place(settings: Trainer, given: Mapping[str, str], node: int = 0) -> Pl
 
 
 def cpu_threads(settings: Trainer) -> int:
-    """CPU threads of each rank."""
     return settings.threads or max(1, (os.cpu_count() or 1) * settings.nodes // settings.ranks)
 
 

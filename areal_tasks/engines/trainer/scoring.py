@@ -45,7 +45,6 @@ class Part:
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """The number of tokens of each sample."""
         return torch.tensor([len(ids) for ids in self.input_ids], dtype=torch.int64)
 
     def sequences(self, rows: Rows) -> Sequences:

@@ -93,7 +93,6 @@ class Snapshot:
         return tuple(sorted((file for file in made if file is not None), key=lambda file: file.path))
 
     def host(self) -> Named:
-        """The tensors in host memory."""
         held, wait = self._copied(self.tensors)
         wait()
         return held
