@@ -64,10 +64,7 @@ def local_weights(store: Store, files: Sequence[FileRef]) -> AbstractContextMana
 
 
 def weights_folder(store: Store, source: str) -> AbstractContextManager[Path]:
-    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names.
-
-    Errors as of `local_weights`.
-    """
+    """A local folder with the files of `source`, a folder or a manifest's URL. Errors as of `local_weights`."""
     stem = store.uri("x")[:-1]
     if "://" in source and not source.startswith(stem):
         raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")

@@ -27,10 +27,7 @@ Transport = Literal["store", "tensor", "nccl"]
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
-    """The transport that the recipe names; for `auto` the fastest that the placement allows without a network.
-
-    UserError: the placement does not allow the one it names.
-    """
+    """The transport that the recipe names, UserError if not possible; for `auto` the fastest without a network."""
     if not isinstance(recipe, RlhfRecipe) or recipe.inference.engine != "sglang":
         return "store"
     possible = _possible(placement, external)
@@ -116,10 +113,7 @@ class WeightsSource:
         return ref.version, name_of(ref), str(folder) if folder else None
 
     def ready(self, ref: WeightsRef) -> str:
-        """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary.
-
-        UserError: a file is damaged.
-        """
+        """A URL or folder to load committed weights from; fetches them if necessary. UserError: a file is damaged."""
         if self.reads_store:
             return self.store.uri(ref.path)
         return str(self.fetched.hold(local_weights(self.store, read_weights(self.store, ref).files)))

@@ -45,10 +45,7 @@ class UpdatedPool(ServerPool):
 
     @property
     def stuck(self) -> bool:
-        """Whether no server holds the target weights or can load them by itself: the trainer has to send them.
-
-        Also if this client is closed.
-        """
+        """Whether no server has the target or can load it (the trainer has to send it), or this client is closed."""
         loadable = self.target is not None and self.target.uri is not None
         return self._closed or (not loadable and not any(server.current for server in self.servers))
 
@@ -151,10 +148,7 @@ class UpdatedPool(ServerPool):
         return seconds
 
     async def _load_in_turn(self, turns: asyncio.Semaphore, server: Server) -> float | None:
-        """`_load`, in the server's turn; None if it was evicted before it loads: it does so in the background.
-
-        SGLang fetches weights of a store before it stops to generate.
-        """
+        """`_load` in turn; None if evicted before that. SGLang fetches from a store before it stops to generate."""
         async with turns:
             assert self.target is not None and self.target.uri is not None
             fetches = "://" in self.target.uri and self.settings.engine == "sglang"
@@ -174,10 +168,7 @@ class UpdatedPool(ServerPool):
         return await self.each(partial(self._confirm, given=target), urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
-        """The answers of all healthy servers (of `urls`), asked concurrently. A server that fails is evicted.
-
-        Servers that are held are not asked.
-        """
+        """The answers of all healthy servers (of `urls`) that are not held, asked at once. Evicts those that fail."""
         servers = [s for s in self.servers if s.healthy and not s.held and (urls is None or s.url in urls)]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, outcome in zip(servers, outcomes, strict=True):
@@ -211,10 +202,7 @@ class UpdatedPool(ServerPool):
         await self._confirm(server, target)
 
     async def _confirm(self, server: Server, given: Target) -> str:
-        """Have the server generate if it reports the weights that it was given and they are still the target.
-
-        Returns its address.
-        """
+        """Have the server generate if it holds what it was given, still the target. Returns its address."""
         if (held := await server.ask_version()) != str(given.version):
             raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:

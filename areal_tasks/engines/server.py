@@ -87,10 +87,7 @@ def in_flight(mode: Interruption | None, continues: bool, sent: bool) -> InFligh
 
 @dataclass(eq=False)
 class Server:
-    """One server as one of its clients sees it. Use within one event loop; `close()` when done.
-
-    All methods that send requests raise ServerDown or BadRequest.
-    """
+    """One server as a client sees it, in one event loop; `close()` it. Requests raise ServerDown or BadRequest."""
 
     url: str
     slots: int  # maximum number of requests in flight
@@ -281,10 +278,7 @@ class Server:
         return object()
 
     async def queue(self, reports: bool) -> tuple[int, int | None]:
-        """The number of samples that it decodes, and of those that wait in its queue.
-
-        If it does not report these (`reports`), as SGLang: requests in flight, as far as known, and None.
-        """
+        """The samples that it decodes, and its queue; unless it `reports` them: the known requests, and None."""
         if not reports:
             return self.requests + self.other_requests, None
         info = await self.ask("GET", "/server_info", seconds=QUEUE_SECONDS)

@@ -202,10 +202,7 @@ class ServerPool(ABC):
         await self._until(lambda: all(s.healthy or s.failing_since is not None for s in self.servers))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition()` is true. ServerDown after the pool's patience.
-
-        Time while a server is held does not count: the server will be released.
-        """
+        """Wait for `condition()`. ServerDown after the pool's patience; time while a server is held does not count."""
         began = self.clock()
         while not condition():
             if self.held():

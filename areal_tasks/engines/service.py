@@ -85,10 +85,7 @@ def read_spec() -> ServiceSpec:
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """From here on, this process logs as all services do. Inside, a UserError ends it with the reason.
-
-    Its exit code is UNAVAILABLE if the store does not answer.
-    """
+    """Log as services do. Inside, a UserError ends the process with its reason, or UNAVAILABLE for the store."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it names each request
     try:
@@ -137,10 +134,7 @@ def endpoint(
     status_of: Callable[[Exception], int],
     text_of: Callable[[Exception], str] = str,
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Answers a request with the response of `handle`, or its result as JSON, or {"error": "..."} and a status.
-
-    Errors with status 500 are logged.
-    """
+    """Answers with the response of `handle`, its result as JSON, or `{"error": …}` and a status; logs status 500."""
 
     async def answer(request: Request) -> Response:
         """The response to one request."""

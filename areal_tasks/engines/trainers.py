@@ -88,10 +88,7 @@ class ResidentTrainer:
             return client if version in (health.kept, health.version) else self._after(client, train)
 
     def keep(self, train: StageManifest) -> None:
-        """Have the trainer keep a copy of the weights that a train stage made, to train on while they are published.
-
-        If the trainer ends meanwhile, `keeping` makes them again.
-        """
+        """Have the trainer keep a copy of these weights, to train on while they are published: see `keeping`."""
         version = train.iteration + 1
         try:
             with self._locked() as client:
@@ -185,10 +182,7 @@ class Retrained:
 
 
 def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Retrained | None:
-    """Bring the trainer to the policy of `version`, all of whose iterations are committed.
-
-    Returns how the retrained iterations compare with the committed ones; None if none was retrained.
-    """
+    """Bring the trainer to a committed `version`; returns how what was retrained compares, None if nothing was."""
     checkpoint = run.commit(version - 1).checkpoint if version else None
     first = checkpoint.version if checkpoint else 0
     trainer.run(Load(owner=run.owner, version=first, weights=initial, checkpoint=checkpoint), Done)

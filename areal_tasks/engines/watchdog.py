@@ -127,10 +127,7 @@ class Watchdog:
         return [wait.what for wait in list(self._waits.values())]
 
     def waits(self, seconds: float) -> list[Waited]:
-        """The waits of at least `seconds`, the longest first. May be called from any thread.
-
-        This process itself is named only if the run waits for no service and no store.
-        """
+        """The waits of at least `seconds`, longest first; this process only if there are no others. For any thread."""
         now, waits = self.clock(), list(self._waits.values())
         hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
         hung = hung if self.settings.type != "inline" else "none for a thread (launcher.type inline)"
@@ -189,10 +186,7 @@ class Watchdog:
             log.warning("waiting for %s, %s%s", name, found, notice * endable)
 
     def check_store(self) -> None:
-        """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself.
-
-        One that lasts `launcher.store_seconds` ends this process.
-        """
+        """Warn of each store operation that lasts long; one that lasts `launcher.store_seconds` ends this process."""
         asked, now = self.ledger.in_flight(), self.clock()
         for number in self._warned.keys() - {one.number for one in asked}:
             del self._warned[number]

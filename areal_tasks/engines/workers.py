@@ -94,10 +94,7 @@ class Workers:
             self.supervise()
 
     def supervise(self) -> None:
-        """Restart workers that have ended, and report to the manager which ones are ready.
-
-        ServiceFailed: no worker runs, and `launcher.restarts` are used up.
-        """
+        """Restart ended workers, report the ready ones. ServiceFailed: none runs, `launcher.restarts` are used up."""
         with self._lock:
             if (manager := self._manager) is None:
                 return

@@ -111,10 +111,7 @@ def answer(sequences: list[Sequence], detokenizer: Detokenizer, version: str) ->
 
 
 def partial_answer(now: Sequence, detokenizer: Detokenizer, version: str) -> bytes:
-    """The answer so far to a request for one sample; `now`: a recent copy of the sequence.
-
-    An unfinished text ends before a character that is still incomplete.
-    """
+    """The answer so far to a request for one sample; its text ends before a character that is still incomplete."""
     [text] = _texts([now], detokenizer)
     return orjson.dumps(_item(now, text if now.finish is not None else text.rstrip(REPLACEMENT), version))
 

@@ -136,10 +136,7 @@ class Runner:
 
 
 def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder under the names that `model` has for them.
-
-    Raises UserError if the folder holds no readable weights, or not exactly those of the model.
-    """
+    """A Hugging Face folder's tensors by the names of `model`. UserError: unreadable, or not exactly the model's."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no *.safetensors file; name a Hugging Face model folder")

@@ -78,10 +78,7 @@ class Sequence:
         return len(self.given) - len(self.scores) + self.limit - len(self.output)
 
     def record(self, tokens: list[int], logprobs: list[float], version: str, stale_kv: bool) -> None:
-        """Append tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache.
-
-        The first ones are those that were given.
-        """
+        """Append tokens (given ones first) sampled with `version`; `stale_kv`: some cache is of older weights."""
         given = min(len(self.given) - len(self.scores), len(tokens))
         self.scores += logprobs[:given]
         if sampled := tokens[given:]:

@@ -38,10 +38,7 @@ def training_attention(
     max_length_q: int = 0,
     **options: Any,
 ) -> tuple[Float[Tensor, "n length heads value_dim"], None]:
-    """Transformers' attention interface. With `cu_seq_lens_q` the single row holds packed samples with these bounds.
-
-    UserError: the model needs a kind of attention that is not supported.
-    """
+    """Transformers' interface; with `cu_seq_lens_q`, of one row of packed samples. UserError if not supported."""
     if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
         raise UserError(
             f"the trainer does not support this model's kind of attention ({type(module).__name__}): use another model"

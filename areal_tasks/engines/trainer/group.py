@@ -66,10 +66,7 @@ def disagreement(outcomes: Sequence[Outcome]) -> str | None:
 
 
 class Group:
-    """This process as one of the trainer's ranks. Without a store it is the only rank, and nothing is exchanged.
-
-    All ranks make the same calls in the same order.
-    """
+    """This process as one of the ranks, which make the same calls in the same order; without a store the only one."""
 
     def __init__(self, rank: int = 0, world: int = 1, store: Store | None = None, local_world: int = 0) -> None:
         self.rank = rank

@@ -87,10 +87,7 @@ class LocalBackend:
         return cast(Scores, self.models[which](to_device(layout, self.device), temperature))
 
     def step(self, lr: float, wanted: bool) -> float:
-        """Clip and apply the accumulated gradient, then clear it; returns its norm before clipping.
-
-        The gradient is applied only if the step is `wanted` and the norm is finite.
-        """
+        """Clip, apply if `wanted` and finite, and clear the gradient; returns its norm before clipping."""
         norm = clip_gradients(list(self.master.parameters()), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
@@ -112,10 +109,7 @@ class LocalBackend:
             dist.all_reduce(numbers)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the model's names: weights in `model.dtype`, as they are published, and buffers.
-
-        One at a time, on `device`; every rank takes part.
-        """
+        """Whole tensors by the model's names, in `model.dtype`, and buffers: one at a time, on `device` of every rank."""
         policy = self.models["policy"]
         yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
         yield from policy.saved_buffers()

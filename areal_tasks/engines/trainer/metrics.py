@@ -47,10 +47,7 @@ def over_ranks(parts: Float[Tensor, "N ranks"]) -> Float[Tensor, "3 K"]:
 
 
 def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) -> dict[str, Any]:
-    """Loss (weighted as it is minimised), and means over the minibatch's `tokens`; zeros without tokens.
-
-    The agreement of the engines is NaN unless it was `measured`.
-    """
+    """The loss as minimised, means over `tokens` (0 without), and the engines' agreement, NaN unless `measured`."""
     sums, weighted, largest = (dict(zip((*STATS, *COMPARED, *WEIGHTS), row, strict=False)) for row in found.tolist())
     means = {name: total / max(tokens, 1) for name, total in sums.items()}
     compared = sums.get("compared", float(tokens))
@@ -74,10 +71,7 @@ class TokenStats(NamedTuple):
 
 
 class SampleMeans:
-    """Means over the tokens of each sample, accumulated minibatch by minibatch.
-
-    Each rank adds tokens of its own samples: the sum of all ranks' `parts` has all samples.
-    """
+    """Means over each sample's tokens, minibatch by minibatch; the sum of all ranks' `parts` has all samples."""
 
     def __init__(self, samples: int) -> None:
         #: For each sample: the number of its tokens, of those that measure the engines' agreement, and each row's sum.

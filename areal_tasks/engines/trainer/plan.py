@@ -75,10 +75,7 @@ def passes_of(plan: Plan, number: int) -> int:
 
 
 def passes_of_rank(plan: Plan, number: int, rank: int, world: int) -> list[Rows]:
-    """The samples of each pass of a rank over minibatch `number`: of every `world`-th one.
-
-    The last one is empty if other ranks have one more: all ranks need equally many.
-    """
+    """The samples of a rank's passes over minibatch `number`; one may be empty: all ranks need equally many."""
     rows = torch.nonzero((plan.minibatch == number) & (plan.micro_batch % world == rank))[:, 0]
     turns, order = (plan.micro_batch[rows] // world).sort(stable=True)
     sizes = torch.bincount(turns, minlength=-(-passes_of(plan, number) // world))
@@ -86,10 +83,7 @@ def passes_of_rank(plan: Plan, number: int, rank: int, world: int) -> list[Rows]
 
 
 def rank_of_samples(plan: Plan, world: int) -> Int[Tensor, " B"]:
-    """The rank that reads each sample: the one that trains on it; what is left out is divided evenly.
-
-    Samples that are left out are read, too, because their tokens are checked.
-    """
+    """The rank that reads each sample: the one that trains on it; those left out, which are checked too, in turn."""
     left_out = plan.minibatch == LEFT_OUT
     return torch.where(left_out, left_out.cumsum(0) - 1, plan.micro_batch) % world
 
@@ -121,10 +115,7 @@ def plan_and_batch(command: Train, settings: Settings, tables: SharedTables) -> 
 
 
 def plan_and_texts(tables: SharedTables, settings: Settings) -> tuple[Plan, Batch]:
-    """The plan by which all ranks score a rollout, and the batch with the tokens of the samples of this one.
-
-    UserError: the lists of a row differ in length.
-    """
+    """The plan by which all ranks score a rollout, and this one's samples. UserError: lists differ in length."""
     world = tables.group.world
     samples = text_samples(tables.read({"rollout": PLANNING["rollout"]})["rollout"])
     plan = scoring_plan(samples.lengths, settings.trainer, world)

@@ -67,10 +67,7 @@ def read_of(table: str, ages: bool) -> tuple[str, ...]:
 
 
 def grpo_samples(tables: Mapping[str, pa.Table], version: int) -> Samples:
-    """All samples of the tables `rollout` and `advantage`, joined by `sample_id`.
-
-    UserError: rows are missing, or a token is newer than `version`.
-    """
+    """All samples of `rollout` and `advantage`. UserError: rows are missing, or a token is newer than `version`."""
     rollout = tables["rollout"]
     newest = pc.max(rollout["version_max"]).as_py()
     if newest is not None and newest > version:
@@ -236,10 +233,7 @@ def staleness_totals(staleness: Staleness, trained: Bool[Tensor, " N"]) -> list[
 
 
 def staleness_metrics(totals: list[list[float]]) -> dict[str, float]:
-    """Mean and greatest lag, in versions, and the share of tokens with a stale KV cache.
-
-    From the ranks' `staleness_totals`: a list for each of the four. Empty without tokens.
-    """
+    """Mean and greatest lag in versions, and the stale share, from all ranks' `staleness_totals`; {} without tokens."""
     counts, sums, largest, stale = totals
     if not (tokens := sum(counts)):
         return {}

@@ -57,10 +57,7 @@ class Part:
 
 
 def read_part(tables: SharedTables, most: int) -> Part:
-    """The first samples of a rollout with `LEAST_COMPARED` tokens to score, of each up to its token number `most`.
-
-    Every rank reads all of them, at the same time.
-    """
+    """The first samples of a rollout with LEAST_COMPARED tokens to score, of each up to number `most`; on all ranks."""
     sizes = tables.read({"rollout": ("sample_id", "num_generated")})["rollout"]
     tokens = np.minimum(sizes["num_generated"].to_numpy(), MOST_OF_SAMPLE).cumsum()
     ids = sizes["sample_id"].slice(0, int(np.searchsorted(tokens, LEAST_COMPARED)) + 1).combine_chunks()

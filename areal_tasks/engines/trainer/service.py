@@ -157,10 +157,7 @@ class Trainer:
         return Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
 
     def logprobs(self, command: Logprobs) -> Tables:
-        """Score a rollout under the policy (which must be of that version) or the frozen version 0.
-
-        The policy gives the table `proximal`, version 0 the table `reference`.
-        """
+        """Score a rollout under the policy of that version (table `proximal`) or version 0 (table `reference`)."""
         if command.which == "policy":
             self.fence.expect(command.version)
         elif "reference" not in self.backend.models:
@@ -251,10 +248,7 @@ class Trainer:
         )
 
     def _learner(self, command: Train) -> tuple[Learner, Part | None]:
-        """Read and check the input: everything that can fail without changing the trainer's state.
-
-        Also the part of it that servers have to score.
-        """
+        """Read and check the input, and the part to score: all that can fail without changing the state."""
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
@@ -321,10 +315,7 @@ class Trainer:
         return self._fetch(ref, {METADATA}), fetch
 
     def _fetch(self, ref: WeightsRef, names: Collection[str] | None = None) -> Path:
-        """The files of `ref` (of these names; none: all) in one local folder.
-
-        The first rank of each machine fetches them for all ranks there.
-        """
+        """The files of `ref`, or those named, in a local folder; each machine's first rank fetches them for all."""
         return Path(self.group.from_first_here(lambda: str(self._materialise(ref, names))))
 
     def _materialise(self, ref: WeightsRef, names: Collection[str] | None) -> Path:

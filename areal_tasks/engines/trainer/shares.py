@@ -186,10 +186,7 @@ def with_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtyp
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside this context, modules that this thread builds get their parameters on `meta`.
-
-    torch's own context for `meta` would drop the values of buffers, too.
-    """
+    """Inside, modules that this thread builds have `meta` parameters; torch's context would drop buffers' values."""
     thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

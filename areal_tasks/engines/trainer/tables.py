@@ -44,10 +44,7 @@ class FetchedTables:
     keeps: bool = False
 
     def fetch(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> SharedTables:
-        """Have each rank fetch and verify every `world`-th file of these tables.
-
-        UserError on every rank: a file is missing, or has another SHA-256 than recorded.
-        """
+        """Have each rank fetch and verify every `world`-th file. UserError on all: one is missing or damaged."""
         self.keeps = keeps
         first = sorted(refs, key=lambda name: name != "rollout")  # a kept one is then with the same ranks again
         shards = [(name, shard) for name in first for shard in refs[name].shards]
@@ -112,10 +109,7 @@ class SharedTables:
     def _mine(
         self, number: int, columns: Mapping[str, Sequence[str]], ids: pa.Array | None, ranks: Int[Tensor, " B"] | None
     ) -> list[pa.Table]:
-        """The rows of this rank's file `number` for each rank; a single table if all get the same.
-
-        Empty if there is no such file, or it is of another table.
-        """
+        """The rows of this rank's file `number` for each rank; one table if all get the same; [] if not asked for."""
         place = number * self.group.world + self.group.rank
         if place >= len(self.names) or self.names[place] not in columns:
             return []

@@ -133,10 +133,7 @@ class Sender:
             return self.run_collective(command, "/init_weights_update_group", bodies, open_group)
 
     def _leave(self, command: Send) -> None:
-        """End the previous group, here and on its servers that are still there: it holds memory on each of their GPUs.
-
-        Servers are still in a group that was only aborted here.
-        """
+        """End the previous group, also on servers that are still in it though it was aborted here: it holds memory."""
         members = tuple(r for r in (*command.receivers, *command.leaving) if r in self.members)
         if not members:
             self._abort()
