@@ -1,8 +1,7 @@
 """Inference servers that run already and that no run stops: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
 
-The run has not started them, so it checks by their answers those settings that would otherwise do harm unnoticed.
-Servers that were started with `engines/sglang/child.py` load weights from the store, on any machine; plain SGLang loads
-a folder.
+The run has not started them, so it checks by their answers those settings that would do harm unnoticed. Those that were
+started with `engines/sglang/child.py` load weights from the store, on any machine; plain SGLang loads a folder.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Maps the tensors of a checkpoint to those of the model that transformers builds from it, and back.
 
-transformers 5 renames and merges tensors when it loads a checkpoint: the experts of a layer, three matrices each,
-become two tensors. Other programs, such as SGLang, know only the checkpoint's names. So weights are published under
-the names that they were loaded from. `Names` plans transformers' own conversion for one checkpoint as `Group`s of
-tensors; each group is converted in either direction by itself.
-
-Relies on `get_model_conversion_mapping` and its converters as of transformers 5.12 to 5.23.
+transformers 5 (`get_model_conversion_mapping` and its converters, 5.12 to 5.23) renames and merges tensors when it
+loads a checkpoint: the experts of a layer, three matrices each, become two tensors. Other programs, such as SGLang,
+know only the checkpoint's names. So weights are published under the names that they were loaded from. `Names` plans
+transformers' own conversion for one checkpoint as `Group`s, each of which is converted by itself, in both directions.
 """
 
 from __future__ import annotations
@@ -85,14 +83,12 @@ class Group:
 class Names:
     """The plan for a checkpoint with tensors named `stored` and a `model` on any device (also `meta`), not yet sharded.
 
-    groups: the groups of tensors that checkpoint and model share, in the checkpoint's natural order.
-    tied: for each name in the model's state, the first name of the same tensor; groups use first names.
-    buffers: those first names that are not parameters.
-    missing: tensors of the model that no stored tensor makes. unexpected: stored ones without a tensor of the model.
-    Neither contains those that the model's class declares as ignored.
+    `groups`: of the tensors that checkpoint and model share, in the checkpoint's natural order. `tied`: for each name
+    in the model's state, the first name of the same tensor; groups use first names. `buffers`: those first names that
+    are not parameters. `missing`: tensors of the model that no stored tensor makes; `unexpected`: stored ones without a
+    tensor of the model; neither contains those that the model's class declares as ignored.
 
-    Raises:
-        UserError: transformers cannot reverse the conversion of a group.
+    UserError: transformers cannot reverse the conversion of a group.
     """
 
     def __init__(self, model: Any, stored: Iterable[str]) -> None:
@@ -132,10 +128,8 @@ class Names:
         """Convert the model's tensors, received one at a time, to the checkpoint's names and shapes.
 
         A group is converted when it is complete. Beyond the tensors that wait for others, this takes the memory of one
-        group. Tensors that the checkpoint lacks keep the model's names.
-
-        Raises:
-            UserError: at the end, if a tensor of the model was not received, or one is left over.
+        group. Tensors that the checkpoint lacks keep the model's names. UserError, at the end: one was not received, or
+        is left over.
         """
         waiting: dict[str, Tensor] = {}
         left = set(self._of)

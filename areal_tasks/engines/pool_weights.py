@@ -83,11 +83,9 @@ class UpdatedPool(ServerPool):
 
         If it does, its requests in flight continue. Otherwise they have ended: it can be given other, older weights.
 
-        Waits while healthy servers get the target weights. If only the trainer has these, and no thread sends them,
-        the wait is endless: the caller checks whether the pool is `stuck`, as during generation.
-
-        Raises:
-            ServerDown: no server is healthy.
+        Waits while healthy servers get the target weights; ServerDown if none is healthy. If only the trainer has the
+        weights, and no thread sends them, the wait is endless: the caller checks whether the pool is `stuck`, as during
+        generation.
         """
         while not (free := [s for s in self.servers if s.may_generate and s.current and not s.paused]):
             await self._until(lambda: bool(self.healthy()))

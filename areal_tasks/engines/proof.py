@@ -1,11 +1,9 @@
 """Proves, once per start of a flow, that new weights reach every tensor of SGLang's servers.
 
-SGLang 0.5.17 skips tensors whose names it does not know: silently in `qwen2_moe`, `qwen3_moe`, `glm4_moe` and others,
-with a line in its log in `mixtral`, `deepseek_v2` and dense models. It reports that the update succeeded, and continues
-to generate with the older tensors. So after the first weights the servers report a checksum of each tensor, overwrite
-all tensors with random numbers, receive the same weights again, and must report the same checksums: they differ if an
-element does not come from the weights. Later weights have the same names and shapes, which the trainer ensures
-(`Names`).
+SGLang 0.5.17 skips tensors whose names it does not know, silently in `qwen2_moe`, `qwen3_moe`, `glm4_moe` and others.
+It reports that the update succeeded, and continues to generate with the older tensors. So after the first weights the
+servers report a checksum of each tensor, overwrite all with random numbers, receive the same weights again, and must
+report the same checksums. Later weights have the same names and shapes, which the trainer ensures (`Names`).
 """
 
 from __future__ import annotations

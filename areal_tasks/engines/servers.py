@@ -192,10 +192,9 @@ class Servers:
     def call(self, work: Coroutine[Any, Any, T], *, generates: InferenceClient | None = None) -> T:
         """Run a coroutine of an inference client in the clients' event loop, and supervise the servers meanwhile.
 
-        Raises:
-            ServiceFailed: no server runs, and `launcher.restarts` are used up.
-            ServerDown: `generates`, a client that waits for its current weights, would wait without end: only the
-                trainer has them, and no thread sends them. Servers were restarted on others, or a transfer has failed.
+        ServiceFailed: no server runs, and `launcher.restarts` are used up. ServerDown: `generates`, a client that waits
+        for its current weights, would wait without end: only the trainer has them, and no thread sends them, since
+        servers were restarted on others, or a transfer has failed.
         """
         waits_for = "generation" if generates else "a command to the servers"
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):

@@ -204,11 +204,9 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
 def describe(found: Retrained) -> str:
     """A line for the log."""
     line = f"retrained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
-    where = (
-        f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}" if found.difference else ""
-    )
-    weights = "" if found.weights is None else f"; in a weight: {found.weights:.3g}"
-    return line + where + weights
+    if found.difference:
+        line += f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}"
+    return line if found.weights is None else f"{line}; in a weight: {found.weights:.3g}"
 
 
 def worst(several: Iterable[Retrained]) -> Retrained:

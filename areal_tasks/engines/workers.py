@@ -66,7 +66,8 @@ class Workers:
 
     def _join_and_leave(self) -> None:
         """Stop leaving workers that no longer hold groups, and start those that are missing."""
-        running = {name: start for name in self._leaving if (start := self._running(name)) is not None}
+        ready = {name: one for name in self._leaving if (one := self.supervisor.running(name)) is not None}
+        running = {name: (one.url, one.restart) for name, one in ready.items()}
         manager = self._manager
         empty = self.loop.run(manager.leave(running.values())) if manager and running else running.values()
         for name in [name for name in self._leaving if running.get(name) in (None, *empty)]:
@@ -77,10 +78,6 @@ class Workers:
             if name not in self.supervisor.services:
                 log.info("%s joins the run", name)
                 self._join(name)
-
-    def _running(self, name: str) -> tuple[str, int] | None:
-        found = self.supervisor.running(name)
-        return None if found is None else (found.url, found.restart)
 
     def serve(self, manager: Rollouts | None) -> None:
         """Have this manager alone lease groups to the workers, once they have started; None: no manager.

@@ -185,10 +185,9 @@ LAYERS: Final = 2
 def proven_shapes(runner: Runner) -> Shapes:
     """The shapes of `runner` whose rows are bitwise identical to those of the largest. Uses the cache, and clears it.
 
-    The machine determines which matrix kernels run, and from how many rows on they treat each row alike. So this is
-    measured at the start, with the running model. (With AVX-512 nearly all shapes are equal; attention that reads 256
-    positions is not, since the matrix library sums so many in another order.) Two layers suffice, since a model's
-    layers have the same shapes.
+    The machine determines which matrix kernels run, and from how many rows on they treat each row alike: so this is
+    measured. (With AVX-512 nearly all shapes are equal; attention that reads 256 positions is not, since the matrix
+    library sums so many in another order.) Two layers suffice, since a model's layers have the same shapes.
     """
     old, positions = runner.shapes, min(16, runner.capacity)
     with _shallow(runner):

@@ -40,8 +40,7 @@ Piece = tuple[WriteItem, Tensor]
 class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
     """DCP's planner, with tensors split into pieces of at most PIECE_BYTES (or one row if that is larger).
 
-    What every rank reads is written by the first one. DCP would spread it over the files of all ranks, so that every
-    machine would need nearly all files to restore its share.
+    The first rank writes what every rank reads. Else every machine would need nearly all files to restore its share.
     """
 
     def create_local_plan(self) -> SavePlan:

@@ -1,8 +1,7 @@
 """The `deepspeed` backend: ZeRO splits optimizer state (stage 1), gradients (2) and weights (3) over the ranks.
 
-At stage 0, which splits nothing, `ReplicatedBackend` takes its place.
-
-DeepSpeed's own operators are not used: the optimizer is torch's AdamW, as in the other backends; nothing is compiled.
+At stage 0, which splits nothing, `ReplicatedBackend` takes its place. DeepSpeed's own operators are not used: the
+optimizer is torch's AdamW, as in the other backends; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW that steps only while `open`.
-
-    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can skip an
-    unwanted step.
-    """
+    """AdamW that steps only while `open`: DeepSpeed sums, clips and clears gradients in the same call as the step."""
 
     open = False
 

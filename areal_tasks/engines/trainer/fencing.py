@@ -24,10 +24,9 @@ class Declined(UserError):
 
 
 class Fence(Generic[T]):
-    """Holds the highest owner seen, the version held and the last change.
+    """Holds the highest owner seen, the version held and the last change. Owners may be admitted from any thread.
 
-    Changes are made from the service's single command thread, so a retry that arrives while the original is running
-    waits for it and then recalls its result. Owners may be admitted from any thread.
+    Changes are made from the service's single command thread: a retry waits for the original and recalls its result.
     """
 
     def __init__(self) -> None:

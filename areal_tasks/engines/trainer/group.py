@@ -82,9 +82,8 @@ class Group:
     def lead(self, command: str, work: Callable[[], T], state: Callable[[], str]) -> T:
         """On rank 0: have every rank run `command`, which is `work` on this one. Returns when all have finished.
 
-        Raises:
-            GroupBroken: the ranks disagree; the process must end.
-            Exception: what `work` raised on this rank, or a UserError for what it raised on another.
+        GroupBroken: the ranks disagree, and the process must end. Else raises what `work` raised here, or a UserError
+        for what it raised elsewhere.
         """
         if self.store is None:
             return work()
@@ -113,11 +112,10 @@ class Group:
         return self._shares(work if self.rank == self.first_here else str)[1][self.first_here]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; returns this rank's result once all have one.
+        """Run `work` on every rank; returns this rank's result once all have one. No rank waits for one that failed.
 
-        Raises:
-            UserError: on every rank, the first one of any rank; Unavailable, if that is. But on a rank that had an
-                OSError that one: it ends the group, as it ends a single trainer. No rank waits for one that failed.
+        On every rank, raises the first UserError of any (Unavailable, if that is). But a rank that had an OSError
+        raises that one: it ends the group, as it ends a single trainer.
         """
         return self._shares(work)[0]
 

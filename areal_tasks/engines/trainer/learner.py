@@ -125,11 +125,8 @@ class Learner:
         """Take every optimizer step of the iteration that makes `version` + 1.
 
         While the device computes a minibatch, the host collects sample statistics of the previous one and lays out the
-        next; it waits for the device once, right before the step.
-
-        Raises:
-            UserError: more non-finite steps in a row than the recipe allows.
-            Declined: logprobs of server and trainer differ more than the recipe allows; no step was made.
+        next; it waits for the device once, right before the step. UserError: more non-finite steps in a row than the
+        recipe allows. Declined: logprobs of server and trainer differ more than it allows; no step was made.
         """
         self._check_table()
         self.backend.use(self.settings.trainer)

@@ -109,7 +109,7 @@ class LocalBackend:
             dist.all_reduce(numbers)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by the model's names, in `model.dtype`, and buffers: one at a time, on `device` of every rank."""
+        """Whole tensors by the model's names, in `model.dtype`, and buffers: one by one, on `device`, by all ranks."""
         policy = self.models["policy"]
         yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
         yield from policy.saved_buffers()
@@ -160,9 +160,6 @@ def choose_device(settings: Trainer, model: Model) -> torch.device:
 
     fp32 uses the CPU by default: there training is bitwise reproducible with the same number of threads.
     """
-    wanted = model.dtype == "bfloat16" or bool(settings.gpus)
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if wanted and torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if (model.dtype == "bfloat16" or settings.gpus) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

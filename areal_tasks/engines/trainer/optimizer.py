@@ -111,8 +111,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
 def step_at(optimizer: torch.optim.AdamW, lr: float) -> None:
     """One optimizer step at the learning rate `lr`, on this rank's share of each parameter.
 
-    AdamW is elementwise, so shares are independent; a step through DTensors launches its kernel some milliseconds
-    later.
+    AdamW is elementwise, so shares are independent; a step through DTensors launches its kernel milliseconds later.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -80,8 +80,7 @@ class Policy(nn.Module):
     def _logits(self, layout: Layout) -> Float[Tensor, "T V"]:
         """Logits at the positions that predict counted tokens only, all at once: for models without a plain head.
 
-        The positions are picked right before the output layer, so that everything that the model does to its logits
-        afterwards still happens.
+        They are picked right before the output layer: all that the model does to its logits afterwards still happens.
         """
 
         def pick(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,8 +1,7 @@
 """The trainer as a process, or as one of several (see `ranks`). Rank 0 serves its HTTP API: /health and `COMMANDS`.
 
-One worker thread runs the commands in order of arrival, so a retry waits for the original; /health is answered at
-once. Commands that need only weights that the trainer keeps (`KEPT`) run concurrently, in another thread of rank 0.
-Errors are JSON: {"error": "..."}.
+One worker thread runs the commands in order of arrival, so a retry waits for the original; /health is answered at once.
+Those that need only weights that the trainer keeps (`KEPT`) run concurrently, in another thread. Errors are JSON.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The processes of a `Group`: which process starts the others, the device of each, and how all end when one does.
 
-Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
-with the environment that torchrun would give them.
-The others hold the read end of a pipe whose write end only rank 0 has, so they end with rank 0 however it ends;
-rank 0 ends, with everything in its process group, as soon as one of them does. Their collectives use gloo between CPUs;
-NCCL between GPUs, with gloo for tensors on the host.
+Rank 0, which the supervisor started, starts the other ranks of its machine in its process group, with the environment
+that torchrun would give them. They hold the read end of a pipe whose write end only rank 0 has, so they end with it
+however it ends; it ends, with its whole process group, as soon as one of them does. Their collectives use gloo between
+CPUs; NCCL between GPUs, with gloo for tensors on the host.
 
 A trainer on several machines (`trainer.nodes`) is a service on each, whose first rank starts the others there. They
 find rank 0 by its record in the store. The supervisor ends all of these services when one has ended.

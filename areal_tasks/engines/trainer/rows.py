@@ -89,13 +89,11 @@ def grpo_batch(
 ) -> Batch:
     """The batch in tables `rollout`, `advantage` and optionally `reference` and `proximal`, joined by `sample_id`.
 
-    Args:
-        samples: all samples of the iteration, of which `tables` hold some; none: the tables hold all.
-        max_lag: by how many versions a token may be older than `version`; none: ages are not read. Otherwise the column
-            `comparable` is 1 at tokens that `version` itself sampled, with its own KV cache.
+    `samples`: those of the iteration, of which `tables` hold some; None: they hold all. `max_lag`: by how many versions
+    a token may be older than `version`; None: ages are not read. Otherwise the column `comparable` is 1 at tokens that
+    `version` itself sampled, with its own KV cache.
 
-    Raises:
-        UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
+    UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
     """
     samples = samples or grpo_samples(tables, version)
     rollout = tables["rollout"]

@@ -1,9 +1,8 @@
 """Log-probabilities of given tokens: of a rollout, and of the part of a batch that servers score as well.
 
 Servers score a part after an iteration with too few tokens to measure whether they agree with the trainer: with η > 0
-nearly all tokens may be sampled by older weights than the trainer's. Then the trainer scores the beginnings of some
-completions under the weights that the iteration made, and stage `publish` has servers score the same tokens once they
-hold these weights.
+nearly all may be sampled by older weights. Then the trainer scores the beginnings of some completions under the weights
+that the iteration made, and stage `publish` has servers that hold these weights score the same tokens.
 """
 
 from __future__ import annotations
@@ -99,12 +98,7 @@ def score(
 ) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
 
-    Args:
-        which: the weights.
-        mine: the tokens of this rank's samples.
-        plan: of all ranks; its only minibatch is what is scored.
-        layout: of a pass.
-        work: counts the samples that are done.
+    `mine`: the tokens of this rank's samples; `plan`: of all ranks, whose only minibatch is scored.
     """
     passes = passes_of_rank(plan, 0, backend.rank, backend.world)
     scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]

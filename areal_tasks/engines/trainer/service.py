@@ -18,28 +18,9 @@ import pyarrow as pa
 import torch
 
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer import commands
 from areal_tasks.engines.trainer.backend import Fetch, Progress
 from areal_tasks.engines.trainer.checkpoint import METADATA, Saving
-from areal_tasks.engines.trainer.commands import (
-    Checkpoint,
-    Command,
-    Compare,
-    Compared,
-    Done,
-    Finish,
-    Finished,
-    Health,
-    Keep,
-    Load,
-    Logprobs,
-    Publish,
-    Send,
-    Sent,
-    Tables,
-    Train,
-    Trained,
-    Written,
-)
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
@@ -112,14 +93,14 @@ class Trainer:
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
         self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
 
-    def run(self, command: Command) -> Record:
+    def run(self, command: commands.Command) -> Record:
         """Run the command, by the method of its name, unless a later owner has superseded the command's."""
         self.fence.admit(command.owner)
         with names_memory_knobs():
             answer: Record = getattr(self, command.name)(command)
             return answer
 
-    def load(self, command: Load) -> Done:
+    def load(self, command: commands.Load) -> commands.Done:
         """Replace policy and optimizer. Without a checkpoint the optimizer is new, at the step the version implies."""
         source = command.checkpoint or command.weights
         if source.version != command.version:
@@ -138,9 +119,9 @@ class Trainer:
         self.work = Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
-        return Done()
+        return commands.Done()
 
-    def train(self, command: Train) -> Trained:
+    def train(self, command: commands.Train) -> commands.Trained:
         """Train the next version, or recall the result in a retry; write the tables unless this is a retrain."""
         done = self.fence.recall(command.version, command.digest)
         if done is None:
@@ -154,9 +135,9 @@ class Trainer:
         if command.prefix is not None and not done.written and self.group.rank == 0:
             of = done.tables
             done.written = {name: write_table(self.store, command.prefix, name, of[name]) for name in of}
-        return Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
+        return commands.Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
 
-    def logprobs(self, command: Logprobs) -> Tables:
+    def logprobs(self, command: commands.Logprobs) -> commands.Tables:
         """Score a rollout under the policy of that version (table `proximal`) or version 0 (table `reference`)."""
         if command.which == "policy":
             self.fence.expect(command.version)
@@ -173,23 +154,23 @@ class Trainer:
             whole = score(self.backend, command.which, temperature, batch.sequences, plan, layout, self.work)
             self._make_room()
         if whole is None:
-            return Tables(tables={})
+            return commands.Tables(tables={})
         scored = logprobs_table(name, batch.ids, batch.lengths, whole)
-        return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
+        return commands.Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
-    def keep(self, command: Keep) -> Done:
+    def keep(self, command: commands.Keep) -> commands.Done:
         """Copy the weights, to be published or sent while later commands run."""
         with self._kept(command):
-            return Done()
+            return commands.Done()
 
-    def publish(self, command: Publish) -> Written:
+    def publish(self, command: commands.Publish) -> commands.Written:
         """Write the weights as a Hugging Face folder, with the tokenizer they were loaded with."""
         with self._kept(command) as snapshot:
             if self.group.rank > 0:
-                return Written(files=())
-            return Written(files=snapshot.save(self.store, command.prefix, self.description))
+                return commands.Written(files=())
+            return commands.Written(files=snapshot.save(self.store, command.prefix, self.description))
 
-    def send(self, command: Send) -> Sent:
+    def send(self, command: commands.Send) -> commands.Sent:
         """Send the weights to inference servers directly; returns when all servers that did not fail hold them."""
         started = time.perf_counter()
         with self._kept(command) as snapshot:
@@ -199,25 +180,25 @@ class Trainer:
         log.info(
             "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
         )
-        return Sent(gone=gone)
+        return commands.Sent(gone=gone)
 
-    def checkpoint(self, command: Checkpoint) -> Done:
+    def checkpoint(self, command: commands.Checkpoint) -> commands.Done:
         """Copy the whole training state, and begin to write it. Nothing is visible until the caller commits it."""
         self.fence.expect(command.version)
         self.writer.begin(command.prefix, self._plan_checkpoint)
-        return Done()
+        return commands.Done()
 
-    def finish(self, command: Finish) -> Finished:
+    def finish(self, command: commands.Finish) -> commands.Finished:
         """The files of the checkpoint that was begun last, once all ranks have written theirs."""
-        return Finished(files=self.writer.finish(command.prefix, command.wait))
+        return commands.Finished(files=self.writer.finish(command.prefix, command.wait))
 
-    def compare(self, command: Compare) -> Compared:
+    def compare(self, command: commands.Compare) -> commands.Compared:
         """Compare the policy, as it would be published, with weights of that version in the store."""
         self.fence.expect(command.version)
         folder = self._fetch(command.weights)
         with self._kept(command) as snapshot:
             apart = largest_difference(snapshot.host(), folder) if self.group.rank == 0 else 0.0
-        return Compared(difference=apart)
+        return commands.Compared(difference=apart)
 
     def clear(self) -> None:
         """Delete what a command has fetched from the store, once all ranks have ended the command.
@@ -232,10 +213,10 @@ class Trainer:
         """What all ranks must agree on after a command."""
         return f"version {self.fence.version}, step {self.progress.step}, owner {self.fence.owner}"
 
-    def health(self, busy: bool) -> Health:
+    def health(self, busy: bool) -> commands.Health:
         """The trainer's state. Safe while a command runs."""
         asked = LEDGER.in_flight()
-        return Health(
+        return commands.Health(
             version=self.fence.version,
             step=self.progress.step,
             owner=self.fence.owner,
@@ -247,7 +228,7 @@ class Trainer:
             storing=asked[0].describe() if asked else "",
         )
 
-    def _learner(self, command: Train) -> tuple[Learner, Part | None]:
+    def _learner(self, command: commands.Train) -> tuple[Learner, Part | None]:
         """Read and check the input, and the part to score: all that can fail without changing the state."""
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
@@ -286,7 +267,7 @@ class Trainer:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def _kept(self, command: Command) -> Iterator[Snapshot]:
+    def _kept(self, command: commands.Command) -> Iterator[Snapshot]:
         """The full weights of the command's version, locked inside the context.
 
         They are gathered as they are published, once per version; every rank takes part. The first rank keeps them, and

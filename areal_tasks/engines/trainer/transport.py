@@ -152,9 +152,8 @@ class Sender:
     ) -> Failures:
         """POST each receiver its body, run `own_part` meanwhile, wait for the answers; returns those that failed.
 
-        Raises:
-            WeightTransferRejected: a receiver refused, and none failed; the others may still be working.
-            Exception: what `own_part` raised, if no receiver failed.
+        If none failed, raises WeightTransferRejected for a refusal (others may still be working), or what `own_part`
+        raised.
         """
         calls = post_all(command, path, bodies)
         error = self._run(own_part, calls)
