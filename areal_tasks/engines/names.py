@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
@@ -29,6 +29,9 @@ INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
 #: Tensors of old checkpoints that models compute themselves; transformers ignores them, too.
 _COMPUTED: Final = r"rotary_emb\.inv_freq"
+
+#: A stored tensor of a group, the pattern of the group's converter that it matches, and the converter's name for it.
+_Member = tuple[str, str | None, str]
 
 
 def stored_names(folder: Path) -> list[str]:
@@ -149,14 +152,6 @@ class Names:
             )
 
 
-class _Member(NamedTuple):
-    """A stored tensor of a group."""
-
-    stored: str
-    pattern: str | None  # of the group's converter
-    renamed: str  # the converter's name for it
-
-
 class _Plan:
     """Sorts stored tensors into groups."""
 
@@ -168,7 +163,7 @@ class _Plan:
 
     def groups(self, stored: Iterable[str]) -> tuple[tuple[Group, ...], list[str]]:
         """The groups, and the names of the stored tensors that belong to none."""
-        members: defaultdict[str, list[_Member]] = defaultdict(list)
+        members: defaultdict[str, list[_Member]] = defaultdict(list)  # by transformers' name of the group
         for name in sorted(stored, key=dot_natural_key):  # so that expert 10 comes after expert 9
             layer, pattern = rename_source_key(
                 name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
@@ -176,9 +171,9 @@ class _Plan:
             renamed = rename_source_key(name, self.renamings, [])[0] if pattern else name
             if layer not in self.tied and name in self.tied:  # it was saved under the model's own name
                 layer, pattern, renamed = name, None, name
-            members[layer].append(_Member(name, pattern, renamed))
+            members[layer].append((name, pattern, renamed))
         known = {layer: found for layer, found in members.items() if layer in self.tied}
-        useless = [m.stored for layer, found in members.items() if layer not in known for m in found]
+        useless = [name for layer, found in members.items() if layer not in known for name, *_ in found]
         return tuple(self._group(layer, found) for layer, found in known.items()), useless
 
     def _group(self, layer: str, members: Sequence[_Member]) -> Group:

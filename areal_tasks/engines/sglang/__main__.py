@@ -18,22 +18,14 @@ from pathlib import Path
 
 import httpx
 
+from areal_tasks.engines import service
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.fetching import local_weights, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
 from areal_tasks.engines.ports import hold_port
-from areal_tasks.engines.service import (
-    TOKEN,
-    ServiceSpec,
-    as_service,
-    exit_at_sigterm,
-    read_spec,
-    register,
-    url_at,
-)
 from areal_tasks.engines.sglang.child import GUARD
-from areal_tasks.engines.sglang.command import arguments, environment, server_index
+from areal_tasks.engines.sglang.command import arguments, environment
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
 from areal_tasks.processes import adopt_orphans, end_descendants
@@ -56,10 +48,10 @@ def main() -> None:
     """Run one SGLang server until it ends; exits with its code, or with the reason why it could not start."""
     adopt_orphans()
     watch_lifeline(end_sglang)
-    exit_at_sigterm()
-    with as_service():
+    service.exit_at_sigterm()
+    with service.as_service():
         try:
-            code = run(read_spec(), os.environ[TOKEN])
+            code = run(service.read_spec(), os.environ[service.TOKEN])
         finally:
             end_sglang()
     sys.exit(code)
@@ -71,24 +63,24 @@ def end_sglang() -> None:
     remove_unused()
 
 
-def run(spec: ServiceSpec, token: str) -> int:
+def run(spec: service.ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
     first_port = Inference.model_validate(spec.recipe["inference"]).first_port
     with choose_port(first_port, spec.name, spec.address) as held:  # SGLang listens only once it has loaded its model
         port = held.getsockname()[1]
-        url = url_at(spec, port)
+        url = service.url_at(spec, port)
         access = Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
         with first_weights(spec) as folder:
             child, ready = start_within_attempts(spec, arguments(spec, folder, port), url, access)
         if ready:
-            register(spec, url)
+            service.register(spec, url)
         code = child.wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
 
 
 def start_within_attempts(
-    spec: ServiceSpec, command: Sequence[str], url: str, access: Access
+    spec: service.ServiceSpec, command: Sequence[str], url: str, access: Access
 ) -> tuple[subprocess.Popen[bytes], bool]:
     """Start SGLang. Returns its process and whether it is ready, once it is or has ended before that.
 
@@ -108,7 +100,7 @@ def start_within_attempts(
     return child, ready
 
 
-def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], spec: service.ServiceSpec) -> subprocess.Popen[bytes]:
     """SGLang, which ends with this process."""
     own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}
     return subprocess.Popen(
@@ -120,7 +112,7 @@ def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
 
 def choose_port(first: int, name: str, address: str) -> socket.socket:
     """Holds a free port at this address, or the one that `inference.first_port` gives this server."""
-    port = first + server_index(name) if first else 0
+    port = first + int(name.rpartition("-")[2]) if first else 0  # for `inference-3` the fourth
     try:
         return hold_port(port, address)
     except (OSError, OverflowError) as error:
@@ -149,7 +141,7 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, access: Access) -
 
 
 @contextmanager
-def first_weights(spec: ServiceSpec) -> Iterator[Path]:
+def first_weights(spec: service.ServiceSpec) -> Iterator[Path]:
     """A local folder with the weights that `spec` names, which SGLang reads inside this context.
 
     They are those of a store, or the model's own folder while it is copied into the store. UserError: it names none;

@@ -17,30 +17,12 @@ from torch import Tensor
 from areal_tasks.algorithms.behaviour import sequence_log_ratios
 from areal_tasks.algorithms.losses import token_weights
 from areal_tasks.data.batching import LEFT_OUT, Layout, counted_tokens, make_layout
+from areal_tasks.engines.trainer import metrics, objective
 from areal_tasks.engines.trainer.backend import Progress, TokenLoss
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.forward import ahead, fetch, move, pinned, staged
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import peak_bytes, watch_peak
-from areal_tasks.engines.trainer.metrics import (
-    SampleMeans,
-    TokenStats,
-    over_ranks,
-    step_statistics,
-    steps_table,
-    summary,
-    totals,
-)
-from areal_tasks.engines.trainer.objective import (
-    Objective,
-    agreement,
-    agreement_totals,
-    check_agreement,
-    differences,
-    grpo_objective,
-    sft_objective,
-    stat_names,
-)
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.plan import Plan, Rows, passes_of, passes_of_rank
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, Batch, make_table, staleness_metrics, staleness_totals
@@ -84,13 +66,13 @@ class Learned:
     progress: Progress
 
 
-def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Objective:
+def make_objective(batch: Batch, settings: Settings, device: torch.device) -> objective.Objective:
     """The objective that is minimised over `batch`, with its columns on `device`."""
     if settings.kind == "sft":
-        return sft_objective
+        return objective.sft_objective
     more = {"log_ratio": _sequence_log_ratios(batch)} if settings.sequence_weights else {}
     columns = {name: move(column, device) for name, column in (batch.columns | more).items()}
-    return grpo_objective(columns, settings)
+    return objective.grpo_objective(columns, settings)
 
 
 def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
@@ -116,7 +98,7 @@ class Learner:
         self.batch = batch
         self.plan = plan
         self.objective = make_objective(batch, settings, backend.device)
-        self.rows = len(stat_names(batch.columns, settings))
+        self.rows = len(objective.stat_names(batch.columns, settings))
         self.counts = self._counts()
         self.comparable = same_attempt and self._is_comparable()
         self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
@@ -136,8 +118,8 @@ class Learner:
 
     def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Iterator[Pass]) -> Learned:
         steps: list[dict[str, Any]] = []
-        samples = SampleMeans(len(self.counts))
-        done: list[tuple[TokenStats, bool]] = []
+        samples = metrics.SampleMeans(len(self.counts))
+        done: list[tuple[metrics.TokenStats, bool]] = []
         peaks: list[int] = []
         for minibatch in minibatches:
             started = time.perf_counter()
@@ -155,7 +137,9 @@ class Learner:
         self.backend.add_up(samples.parts)
         for row, of_ranks in zip(steps, self._of_ranks([float(peak) for peak in peaks]), strict=True):
             row["peak_bytes"] = [int(peak) for peak in of_ranks]
-        return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
+        return Learned(
+            metrics.steps_table(steps), self._samples_table(samples), metrics.summary(steps) | self._ages(), progress
+        )
 
     def _minibatch(self, number: int) -> Minibatch:
         """Minibatch `number` of the plan: all its tokens together weigh 1."""
@@ -179,11 +163,11 @@ class Learner:
     def _step(self, minibatch: Minibatch, of_all: Float[Tensor, "3 K"], step: int) -> dict[str, Any]:
         """Make the optimizer step, unless no token counts; returns its row of `train_steps`."""
         rows = minibatch.rows
-        overall = over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
-        found = step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
+        overall = metrics.over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
+        found = metrics.step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
         if minibatch.number == 0:
             try:
-                check_agreement(found, self.settings.max_logprob_gap, found["compared"])
+                objective.check_agreement(found, self.settings.max_logprob_gap, found["compared"])
             except Declined:
                 self.backend.step(0.0, wanted=False)  # discards the gradient
                 raise
@@ -236,12 +220,14 @@ class Learner:
         self.backend.add_up(counts)
         return counts
 
-    def _collect(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
+    def _collect(self, done: list[tuple[metrics.TokenStats, bool]], samples: metrics.SampleMeans) -> None:
         """Add this rank's statistics of finished minibatches to `samples`."""
         while done:
             samples.add(*done.pop())
 
-    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> tuple[Float[Tensor, "3 K"], TokenStats]:
+    def _accumulate(
+        self, minibatch: Minibatch, passes: Iterator[Pass]
+    ) -> tuple[Float[Tensor, "3 K"], metrics.TokenStats]:
         """Run this rank's forward and backward passes; the backend accumulates the gradients.
 
         Returns the totals of their tokens, and the statistics of each in host memory, which are valid once the device
@@ -257,7 +243,7 @@ class Learner:
             samples.append(layout.samples)
             self.work.add(len(rows) * self.backend.world)
         found = torch.cat(values, 1)
-        return totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples))
+        return metrics.totals(found, torch.cat(weights)), metrics.TokenStats(fetch(found), torch.cat(samples))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)
@@ -270,9 +256,9 @@ class Learner:
             if self.batch.staleness is not None:
                 counted = counted & self.batch.staleness.comparable
             both = [self.batch.columns[name][counted] for name in ("proximal", "behaviour")]
-            tokens, gaps, largest, outside = self._of_ranks(agreement_totals(differences(*both)))
-            found = agreement(sum(tokens), sum(gaps), float(np.max(largest)), sum(outside))  # NaN if one is
-            check_agreement(found, self.settings.max_logprob_gap, int(sum(tokens)))
+            tokens, gaps, largest, outside = self._of_ranks(objective.agreement_totals(objective.differences(*both)))
+            found = objective.agreement(sum(tokens), sum(gaps), float(np.max(largest)), sum(outside))  # NaN if one is
+            objective.check_agreement(found, self.settings.max_logprob_gap, int(sum(tokens)))
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
         bound = self.settings.trainer.max_skipped_steps
@@ -283,7 +269,7 @@ class Learner:
                 f"allows {bound}. A lower trainer.lr or trainer.max_grad_norm usually helps."
             )
 
-    def _samples_table(self, samples: SampleMeans) -> pa.Table:
+    def _samples_table(self, samples: metrics.SampleMeans) -> pa.Table:
         return make_table(
             "train_samples",
             {
