@@ -166,14 +166,12 @@ class Sampler:
 
     def observe(self) -> None:
         """Note what each service does or waits for now."""
-        flow, now = self._flow(), time.monotonic()
+        servers, asked = self.engines.servers, LEDGER.clock()
+        store = any(asked - one.since > STORE_SECONDS for one in LEDGER.in_flight())
+        flow = Flow(self.engines.watchdog.registered(), store, servers.workers.backlog(), servers.states())
+        now = time.monotonic()
         for name, service in self.services.items():
             self._seen.setdefault(name, Observations()).observe(self._state(flow, name, service), now)
-
-    def _flow(self) -> Flow:
-        servers, now = self.engines.servers, LEDGER.clock()
-        store = any(now - one.since > STORE_SECONDS for one in LEDGER.in_flight())
-        return Flow(self.engines.watchdog.registered(), store, servers.workers.backlog(), servers.states())
 
     def _state(self, flow: Flow, name: str, service: Service | None) -> State:
         if name == FLOW:

@@ -67,10 +67,6 @@ class _Silence:
     warn_after: float
     last: Heartbeat
 
-    def ended_by(self, hung: str) -> str:
-        """What ends the wait, where `hung` is what ends a service that hangs."""
-        return self.last.limit or "; ".join(filter(None, [hung, self.last.work_limit]))
-
 
 @dataclass(eq=False)
 class _Wait:
@@ -132,14 +128,12 @@ class Watchdog:
         hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
         hung = hung if self.settings.type != "inline" else "none for a thread (launcher.type inline)"
         store = f"{self.settings.store_seconds:g} s (launcher.store_seconds); S3: 30 s for an answer, some attempts"
-        found = [
-            *(Waited("the store", one.what, now - one.since, store) for one in self.ledger.in_flight()),
-            *(
-                Waited(name, wait.what, now - wait.since, silence.ended_by(hung), silence.last.says)
-                for wait in waits
-                for name, silence in list(wait.silences.items())
-            ),
-        ]
+        found = [Waited("the store", one.what, now - one.since, store) for one in self.ledger.in_flight()]
+        for wait in waits:
+            for name, silence in list(wait.silences.items()):
+                last = silence.last
+                limit = last.limit or "; ".join(filter(None, [hung, last.work_limit]))
+                found.append(Waited(name, wait.what, now - wait.since, limit, last.says))
         own = [Waited(THIS_PROCESS, wait.what, now - wait.since, wait.limit or "none") for wait in waits]
         lasting = [w for w in found if w.seconds >= seconds] or [w for w in own if w.seconds >= seconds]
         return sorted(lasting, key=lambda wait: -wait.seconds)

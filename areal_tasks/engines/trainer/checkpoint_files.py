@@ -66,21 +66,16 @@ class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
             return [item]
         rows = item.tensor_data.chunk.sizes[0]
         parts = self.lookup_object(item.index).split(max(PIECE_BYTES * rows // _size(item), 1))
-        cut, at = [], 0
+        first, *others = item.tensor_data.chunk.offsets
+        cut = []
         for part in parts:
-            piece = _piece(item, at, part)
-            self.pieces[piece.index] = part
-            cut.append(piece)
-            at += len(part)
+            offsets = torch.Size([first, *others])
+            index = MetadataIndex(item.index.fqn, offsets)
+            data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, part.shape))
+            self.pieces[index] = part
+            cut.append(replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
+            first += len(part)
         return cut
-
-
-def _piece(item: WriteItem, at: int, part: Tensor) -> WriteItem:
-    """The item for `part`, which begins `at` rows after the beginning of `item`."""
-    first, *others = item.tensor_data.chunk.offsets
-    offsets = torch.Size([first + at, *others])
-    data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, part.shape))
-    return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def _is_for_all(item: WriteItem) -> bool:

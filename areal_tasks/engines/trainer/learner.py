@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import sequence_log_ratios
@@ -99,7 +99,9 @@ class Learner:
         self.plan = plan
         self.objective = make_objective(batch, settings, backend.device)
         self.rows = len(objective.stat_names(batch.columns, settings))
-        self.counts = self._counts()
+        self.counts = torch.zeros_like(batch.lengths)  # how many tokens of each sample count
+        self.counts[batch.rows] = counted_tokens(batch.sequences, batch.rows)
+        backend.add_up(self.counts)
         self.comparable = same_attempt and self._is_comparable()
         self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
 
@@ -137,9 +139,9 @@ class Learner:
         self.backend.add_up(samples.parts)
         for row, of_ranks in zip(steps, self._of_ranks([float(peak) for peak in peaks]), strict=True):
             row["peak_bytes"] = [int(peak) for peak in of_ranks]
-        return Learned(
-            metrics.steps_table(steps), self._samples_table(samples), metrics.summary(steps) | self._ages(), progress
-        )
+        planned = {"minibatch": self.plan.minibatch.numpy(), "micro_batch": self.plan.micro_batch.numpy()}
+        train_samples = make_table("train_samples", {"sample_id": self.batch.ids, **planned, **samples.columns()})
+        return Learned(metrics.steps_table(steps), train_samples, metrics.summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
         """Minibatch `number` of the plan: all its tokens together weigh 1."""
@@ -213,13 +215,6 @@ class Learner:
         here = self.batch.rows
         return self.batch.sequences.counted & samples[here].repeat_interleave(self.batch.lengths[here])
 
-    def _counts(self) -> Int[Tensor, " B"]:
-        """How many tokens of each sample count."""
-        counts = torch.zeros_like(self.batch.lengths)
-        counts[self.batch.rows] = counted_tokens(self.batch.sequences, self.batch.rows)
-        self.backend.add_up(counts)
-        return counts
-
     def _collect(self, done: list[tuple[metrics.TokenStats, bool]], samples: metrics.SampleMeans) -> None:
         """Add this rank's statistics of finished minibatches to `samples`."""
         while done:
@@ -268,14 +263,3 @@ class Learner:
                 f"non-finite loss ({row['loss']}) or gradient norm ({row['grad_norm']}); trainer.max_skipped_steps "
                 f"allows {bound}. A lower trainer.lr or trainer.max_grad_norm usually helps."
             )
-
-    def _samples_table(self, samples: metrics.SampleMeans) -> pa.Table:
-        return make_table(
-            "train_samples",
-            {
-                "sample_id": self.batch.ids,
-                "minibatch": self.plan.minibatch.numpy(),
-                "micro_batch": self.plan.micro_batch.numpy(),
-                **samples.columns(),
-            },
-        )
