@@ -28,6 +28,7 @@ from areal_tasks.engines.trainer.plan import Plan, Rows, passes_of, passes_of_ra
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, Batch, make_table, staleness_metrics, staleness_totals
 from areal_tasks.engines.trainer.settings import Settings
 from schemas.errors import UserError
+from schemas.tables import TRAIN_STEPS
 
 
 @dataclass
@@ -141,7 +142,8 @@ class Learner:
             row["peak_bytes"] = [int(peak) for peak in of_ranks]
         planned = {"minibatch": self.plan.minibatch.numpy(), "micro_batch": self.plan.micro_batch.numpy()}
         train_samples = make_table("train_samples", {"sample_id": self.batch.ids, **planned, **samples.columns()})
-        return Learned(metrics.steps_table(steps), train_samples, metrics.summary(steps) | self._ages(), progress)
+        train_steps = make_table("train_steps", {name: [row[name] for row in steps] for name in TRAIN_STEPS.names})
+        return Learned(train_steps, train_samples, metrics.summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
         """Minibatch `number` of the plan: all its tokens together weigh 1."""

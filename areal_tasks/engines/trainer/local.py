@@ -21,7 +21,7 @@ from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLo
 from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
-from areal_tasks.engines.trainer.policy import Policy, copy_weights, prepare, read_policy, working_copy
+from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
 from areal_tasks.engines.trainer.ranks import ranks_here
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
@@ -129,9 +129,11 @@ class LocalBackend:
         self._round()
         return progress
 
+    @torch.no_grad()
     def _round(self) -> None:
-        if self.models["policy"] is not self.master:
-            copy_weights(self.master, self.models["policy"])
+        """Round the master weights into their working copy, if there is one."""
+        if (work := self.models["policy"]) is not self.master:
+            torch._foreach_copy_(list(work.parameters()), list(self.master.parameters()))
 
     def _forget(self) -> None:
         """Free what a load replaces before the load allocates memory."""

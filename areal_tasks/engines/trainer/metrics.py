@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import effective_sample_size
 from areal_tasks.engines.trainer.objective import COMPARED, STATS, WEIGHTS, agreement
-from areal_tasks.engines.trainer.rows import make_table
-from schemas.tables import TRAIN_STEPS
 
 _WEIGHTED: Final = ("loss", "policy_loss")  # the others are means over tokens
 _ELSEWHERE: Final = ("ratio", "clamped", "logprob_gap", "ratio_outside")  # not means, or named differently
@@ -102,10 +99,6 @@ class SampleMeans:
         found["sample_ratio"] = torch.where(tokens > 0, found["sample_ratio"], 1.0)
         found["sample_logprob_gap"] = torch.where(compared > 0, found["sample_logprob_gap"], math.nan)
         return {name: column.numpy() for name, column in found.items()}
-
-
-def steps_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    return make_table("train_steps", {name: [row[name] for row in rows] for name in TRAIN_STEPS.names})
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pyarrow as pa
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -62,12 +61,6 @@ def scoring_plan(lengths: Int[Tensor, " B"], trainer: Trainer, world: int) -> Pl
     return Plan(torch.zeros_like(lengths), _micro_batches(lengths, trainer, world))
 
 
-def recorded_plan(samples: Samples, train_samples: pa.Table) -> Plan:
-    """The plan that a committed iteration followed, from its `train_samples`."""
-    table = aligned(train_samples, samples.ids, "train_samples")
-    return Plan(*(torch.tensor(table[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
-
-
 def passes_of(plan: Plan, number: int) -> int:
     """The passes over minibatch `number`, on all ranks together."""
     micro = plan.micro_batch[plan.minibatch == number]
@@ -106,7 +99,9 @@ def plan_and_batch(command: Train, settings: Settings, tables: SharedTables) -> 
     if command.plan is None:
         plan = make_plan(samples, settings, command.iteration, world)
     else:
-        plan = recorded_plan(samples, tables.read({"train_samples": COLUMNS["train_samples"]})["train_samples"])
+        recorded = tables.read({"train_samples": COLUMNS["train_samples"]})["train_samples"]
+        recorded = aligned(recorded, samples.ids, "train_samples")
+        plan = Plan(*(torch.tensor(recorded[name].to_numpy()).long() for name in ("minibatch", "micro_batch")))
     columns = {name: read_of(name, ages=lag is not None) for name in command.tables}
     mine = tables.read(columns, samples.ids, rank_of_samples(plan, world))
     if is_sft:

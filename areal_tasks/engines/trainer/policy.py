@@ -216,12 +216,6 @@ def working_copy(master: Policy, dtype: torch.dtype) -> Policy:
     return work
 
 
-@torch.no_grad()
-def copy_weights(master: Policy, work: Policy) -> None:
-    """Round the weights of `master` into its working copy."""
-    torch._foreach_copy_(list(work.parameters()), list(master.parameters()))
-
-
 def _add_gradient(high: Tensor, low: Tensor) -> None:
     """Add the gradient of a low-precision parameter to `high`'s, and free it."""
     assert low.grad is not None
