@@ -178,11 +178,6 @@ class ServerPool(ABC):
         answers = [one for one in found if isinstance(one, bool)]
         return bool(answers) and all(answers)
 
-    @property
-    def starts(self) -> set[tuple[str, int]]:
-        """(address, number of the start) of each server."""
-        return {(server.url, server.start) for server in self.servers}
-
     def healthy(self) -> list[str]:
         """Addresses of the servers that are neither evicted nor held."""
         return [server.url for server in self.servers if server.healthy and not server.held]

@@ -221,12 +221,13 @@ class Servers:
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
         running = self.supervisor.poll(self.names, weights)
-        if (own := self.holder) is not None and not own.starts <= {(one.url, one.restart) for one in running}:
+        starts = {one.url: one.restart for one in running}
+        if (own := self.holder) is not None and any(starts.get(held.url) != held.start for held in own.servers):
             self.loop.run(own.close())  # before another start of its server gets other weights
         if running != self._ready:
             self._ready = running
             current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
-            self.loop.run(client.sync({one.url: one.restart for one in running}, current))
+            self.loop.run(client.sync(starts, current))
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """The current weights, which the trainer first writes if only it has them.

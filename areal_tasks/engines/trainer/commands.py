@@ -169,16 +169,6 @@ class Health(Record):
     stored: int = 0
     storing: str = ""
 
-    @property
-    def progress(self) -> tuple[int | None, ...]:
-        """Values that change while a command makes progress."""
-        return self.version, self.step, self.done, self.of, self.stored
-
-    def describe(self) -> str:
-        """A command's progress as text."""
-        asked = f"; its store has not answered: {self.storing}" if self.storing else ""
-        return f"it answers: {self.done} of {self.of} samples done{asked}"
-
 
 #: The type of each command, by its name.
 COMMANDS: Final[Mapping[str, type[Command]]] = {

@@ -109,6 +109,8 @@ class Group:
 
     def from_first_here(self, work: Callable[[], str]) -> str:
         """Run `work` on the first rank of each machine; all ranks there return its text. Errors as in `together`."""
+        if self.store is None:
+            return work()
         return self._shares(work if self.rank == self.first_here else str)[1][self.first_here]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -117,19 +119,16 @@ class Group:
         On every rank, raises the first UserError of any (Unavailable, if that is). But a rank that had an OSError
         raises that one: it ends the group, as it ends a single trainer.
         """
-        return self._shares(work)[0]
+        return work() if self.store is None else self._shares(work)[0]
 
     def _shares(self, work: Callable[[], T]) -> tuple[T, list[str]]:
         """The result of `work` on this rank, and those of all ranks that are texts. Errors as in `together`."""
-        if self.store is None:
-            result = work()
-            return result, [_if_text(result)]
         self._shared += 1
         prefix = f"shared/{self._command}/{self._shared}/"
         own: OSError | None = None
         try:
             result = work()
-            found: dict[str, Any] = {"text": _if_text(result)}
+            found: dict[str, Any] = {"text": result if isinstance(result, str) else ""}
         except (UserError, OSError) as error:
             own = error if isinstance(error, OSError) else None
             found = {"error": text_of(error), "away": isinstance(error, Unavailable)}
@@ -213,10 +212,6 @@ class Group:
 def _refusal(text: str, away: bool) -> UserError:
     """The error of another rank. If the store does not answer it, the caller asks again, as with a single trainer."""
     return Unavailable(text) if away else UserError(text)
-
-
-def _if_text(result: object) -> str:
-    return result if isinstance(result, str) else ""
 
 
 def text_of(error: Exception) -> str:
