@@ -40,15 +40,11 @@ class Train(Command):
     digest: str = Field(description="key of the input: a retry with the same version and digest makes no second step")
     kind: Literal["grpo", "sft"]
     iteration: int = Field(ge=0)
-    recipe: dict[str, Any] | None = Field(
-        None, description="of this iteration; none: the recipe that the trainer was started with"
-    )
+    recipe: dict[str, Any] | None = None  # of this iteration; None: the one that the trainer was started with
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
     prefix: str | None = Field(None, description="where the tables are written; none: a retrain, which writes nothing")
-    same_attempt: bool = Field(
-        True, description="whether servers sampled the tokens of this version with the weights that the trainer holds"
-    )
+    same_attempt: bool = True  # whether servers sampled tokens of this version with the weights that the trainer holds
 
 
 class Logprobs(Command):

@@ -119,8 +119,7 @@ def _start_others(place: Place, store: dist.TCPStore, threads: int, group: Group
         rank = place.rank + local_rank
         own_place = replace(place, rank=rank, local_rank=local_rank)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
-        own = {
-            **environment(own_place, store.host, store.port),
+        own = environment(own_place, store.host, store.port) | {
             LIFELINE: str(read_end),
             "OMP_NUM_THREADS": str(threads),
         }
