@@ -280,17 +280,14 @@ class Servers:
         (`handed`: sent before they were written), the client only notes where they are in the store.
         """
         with self._lock:
-            self._set_current(ref)
+            self.serving = ref
+            if ref.written:
+                self.written = ref
             if self.count and not handed:
                 return self._give(self._supervised(), ref, trainer)
             if self._client is not None:
                 self.loop.run(self._client.holding(*self.weights.target(ref)))
             return []
-
-    def _set_current(self, ref: WeightsRef) -> None:
-        self.serving = ref
-        if ref.written:
-            self.written = ref
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
         """Give the servers `ref`, from the store or from the trainer; without `trainer`, the resident one, restored.
@@ -301,7 +298,7 @@ class Servers:
             trainer = trainer or self.trainer.at(ref.version)
             if self.store_only:
                 log.info("version %d is not in the store, where servers get their weights: writing it", ref.version)
-                self._set_current(ref := write_weights(self.run, trainer, ref.version).ref)
+                self.serving = self.written = ref = write_weights(self.run, trainer, ref.version).ref
         try:
             if ref.written or trainer is None:
                 return self._load(client, ref)

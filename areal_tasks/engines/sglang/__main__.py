@@ -89,7 +89,13 @@ def start_within_attempts(
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
-        used, child = memory_used(spec.gpus), start(command, spec)
+        used, private = memory_used(spec.gpus), Path(tempfile.mkdtemp(prefix="rendezvous-"))
+        own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}  # it ends with this process
+        child = subprocess.Popen(
+            [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
+            env=environment(os.environ, private, spec.address) | own,
+            stdin=subprocess.DEVNULL,
+        )
         if ready := wait_until_ready(child, url, access):
             break
         end_descendants()  # its remaining processes hold memory
@@ -98,16 +104,6 @@ def start_within_attempts(
             break
         log.warning("SGLang ended during startup while other processes took %.1f GB; restarting it", taken / 1e9)
     return child, ready
-
-
-def start(command: Sequence[str], spec: service.ServiceSpec) -> subprocess.Popen[bytes]:
-    """SGLang, which ends with this process."""
-    own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}
-    return subprocess.Popen(
-        [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="rendezvous-")), spec.address) | own,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def choose_port(first: int, name: str, address: str) -> socket.socket:

@@ -48,7 +48,17 @@ class Settings:
 def read_settings(recipe: dict[str, Any]) -> Settings:
     """Settings of an `rlhf` or `sft` recipe. UserError: it is of another flow."""
     if recipe.get("flow") == "sft":
-        return _sft_settings(SftRecipe.model_validate(recipe))
+        sft = SftRecipe.model_validate(recipe)
+        return Settings(
+            kind="sft",
+            seed=sft.seed,
+            trainer=sft.trainer,
+            model=sft.model,
+            temperature=1.0,
+            minibatches=sft.algorithm.steps,
+            iterations=sft.schedule.iterations,
+            mean="token_mean",
+        )
     if recipe.get("flow") == "rlhf":
         return _grpo_settings(RlhfRecipe.model_validate(recipe))
     raise UserError(f"flow {recipe.get('flow')!r} has nothing to train: start a trainer for rlhf or sft only")
@@ -76,17 +86,4 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         makes_room=recipe.inference.release_memory,
         own_proximal=is_decoupled(recipe) and not needs_proximal(recipe),
         max_lag=(eta if recipe.rollout.bound == "strict" else math.inf) if eta else None,
-    )
-
-
-def _sft_settings(recipe: SftRecipe) -> Settings:
-    return Settings(
-        kind="sft",
-        seed=recipe.seed,
-        trainer=recipe.trainer,
-        model=recipe.model,
-        temperature=1.0,
-        minibatches=recipe.algorithm.steps,
-        iterations=recipe.schedule.iterations,
-        mean="token_mean",
     )
