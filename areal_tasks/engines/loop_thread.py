@@ -42,8 +42,7 @@ class LoopThread:
     ) -> T:
         """The result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
 
-        Raises TimeoutError after `seconds`, and what `meanwhile` raises, which cancels the work. RuntimeError if the
-        loop ends before the work does.
+        Raises TimeoutError, RuntimeError if the loop ends first, and what `meanwhile` raises, which cancels the work.
         """
         future = self.submit(work)
         if seconds is not None:

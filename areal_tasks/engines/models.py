@@ -59,8 +59,7 @@ def initial_weights(
 def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
     """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights.
 
-    The run `reader`, which begins with them, first writes a reference into that run. A reference that `reader` wrote
-    earlier determines the version.
+    The run `reader`, which begins with them, first writes a reference into that run, which then fixes the version.
     """
     name, _, version = path.removeprefix("run://").partition("@")
     if not store.exists(run_record(name)):

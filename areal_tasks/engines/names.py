@@ -130,9 +130,8 @@ class Names:
     def to_checkpoint(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert the model's tensors, received one at a time, to the checkpoint's names and shapes.
 
-        A group is converted when it is complete. Beyond the tensors that wait for others, this takes the memory of one
-        group. Tensors that the checkpoint lacks keep the model's names. UserError, at the end: one was not received, or
-        is left over.
+        A group is converted when it is complete: beyond the tensors that wait for others, this takes the memory of one
+        group. Tensors that the checkpoint lacks keep their names. UserError, at the end: one is lacking, or left over.
         """
         waiting: dict[str, Tensor] = {}
         left = set(self._of)

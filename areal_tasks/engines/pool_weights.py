@@ -1,7 +1,6 @@
 """The weights, pauses and memory of a run's inference servers.
 
-A server may generate when it is healthy and holds the target weights, or waits for its turn to load them, unless
-another client holds it.
+A server may generate when it holds, or waits for its turn to load, the target weights, and no other client holds it.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class UpdatedPool(ServerPool):
         If it does, its requests in flight continue. Otherwise they have ended: it can be given other, older weights.
 
         Waits while healthy servers get the target weights; ServerDown if none is healthy. If only the trainer has the
-        weights, and no thread sends them, the wait is endless: the caller checks whether the pool is `stuck`, as during
-        generation.
+        weights, and does not send them, the wait is endless: the caller checks whether the pool is `stuck`.
         """
         while not (free := [s for s in self.servers if s.may_generate and s.current and not s.paused]):
             await self._until(lambda: bool(self.healthy()))
@@ -129,10 +127,9 @@ class UpdatedPool(ServerPool):
     async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
         """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
 
-        Requests in flight continue with the new weights, or the weights wait for their end. If there may be any, at
-        most half of the servers (rounded up) load at a time, while the others generate with older weights. So they do
-        not all stop, nor all wait for one link to the store. Evicted servers load the weights before they are admitted.
-        `key`: the name for `wants`.
+        Requests in flight continue with the new weights, or these wait for their end. If there may be any, at most half
+        of the servers (rounded up) load at a time, while the others generate with older weights: not all stop, nor wait
+        for one link to the store. Evicted ones load before they are admitted. `key`: the name for `wants`.
         """
         if not self.healthy():
             await self._all_probed()

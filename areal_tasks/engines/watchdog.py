@@ -83,8 +83,7 @@ class _Wait:
 class Watchdog:
     """Two threads that watch everything a run waits for: one the store, which the other may itself have to wait for.
 
-    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `clock` returns
-    seconds, as does the ledger's.
+    `end(name, reason)` ends a service, again until it has been replaced. `clock` returns seconds, as the ledger does.
     """
 
     settings: Launcher

@@ -166,8 +166,7 @@ def sample(
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """Tokens and their log-probabilities, log_softmax(logits / temperature) over the whole vocabulary.
 
-    Temperature 0 is greedy; its log-probabilities are taken at temperature 1. Tokens that are `given` (others are -1)
-    are not sampled.
+    Temperature 0 is greedy; its log-probabilities are taken at temperature 1. Those not -1 are `given`, not sampled.
     """
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / temperature.masked_fill(greedy, 1.0)[:, None], dim=-1)

@@ -82,8 +82,7 @@ class Group:
     def lead(self, command: str, work: Callable[[], T], state: Callable[[], str]) -> T:
         """On rank 0: have every rank run `command`, which is `work` on this one. Returns when all have finished.
 
-        GroupBroken: the ranks disagree, and the process must end. Else raises what `work` raised here, or a UserError
-        for what it raised elsewhere.
+        GroupBroken: the ranks disagree: the process must end. Else what `work` raised here, or a UserError for others.
         """
         if self.store is None:
             return work()

@@ -270,8 +270,7 @@ class Trainer:
     def _kept(self, command: commands.Command) -> Iterator[Snapshot]:
         """The full weights of the command's version, locked inside the context.
 
-        They are gathered as they are published, once per version; every rank takes part. The first rank keeps them, and
-        those whose GPU servers share.
+        They are gathered once per version, by all ranks. The first rank keeps them, and those whose GPU servers share.
         """
         if self.snapshot.version != command.version:
             self.fence.expect(command.version)

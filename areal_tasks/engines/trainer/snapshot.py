@@ -1,7 +1,6 @@
 """The policy as it is published: full tensors under their checkpoint's names, kept on the device between versions.
 
-All versions use the same memory. So a server that shares the GPU maps it once, and the page-locked memory for the copy
-to the host is allocated once.
+All versions use the same memory: a server that shares the GPU maps it once; page-locked memory is allocated once.
 """
 
 from __future__ import annotations
@@ -120,9 +119,8 @@ def read_description(folder: Path, dtype: torch.dtype) -> dict[str, bytes]:
 def largest_difference(tensors: Named, folder: Path) -> float:
     """The largest difference between a weight of `tensors` and the same one in the Hugging Face folder `folder`.
 
-    If the names differ, both are compared as tensors of the model: earlier versions of this program published weights
-    under the model's names. Infinite if a tensor is missing, or of another shape, on one side. UserError: transformers
-    cannot make the model of one side.
+    If the names differ, both are compared as the model's tensors: earlier versions of this program published those, and
+    UserError if transformers cannot make them. Infinite if a tensor is missing, or of another shape, on one side.
     """
     stored: Named = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
     if tensors.keys() != stored.keys():
@@ -175,8 +173,7 @@ def _index(names: Sequence[str], shards: Sequence[Named]) -> bytes:
 def _content(tensors: Named, wait: Wait) -> Content:
     """The bytes of a safetensors file, in parts (an 8-byte length, a JSON header, the tensors' bytes end to end).
 
-    The library's own writer first copies every tensor to Python bytes while it holds the GIL, so that threads cannot
-    write concurrently.
+    The library first copies every tensor to Python bytes, holding the GIL, so that threads cannot write at once.
     """
     wait()
     as_bytes = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values())

@@ -81,9 +81,8 @@ class SharedTables:
     ) -> dict[str, pa.Table]:
         """These columns of some tables, as on every other rank at the same time: the rows for this rank, in order.
 
-        `ids`: the samples to read; None: all rows. `ranks`: the rank that gets each; None: every rank gets all. Each
-        rank decodes one file at a time, and all then exchange rows. UserError, on all: a file was damaged after it was
-        verified.
+        `ids`: the samples to read; None: all. `ranks`: the rank that gets each; None: every rank. All decode one file
+        each, then exchange rows, and so on. UserError, on all: a file was damaged after it was verified.
         """
         world = self.group.world
         found = {name: [schema_of(name, wanted).empty_table()] for name, wanted in columns.items()}

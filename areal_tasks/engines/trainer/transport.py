@@ -77,9 +77,8 @@ class Sender:
     def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Failures:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
 
-        All others then hold that version. A broadcast reaches all receivers or none. With `tensor` each server gets the
-        `handles` of the rank on its GPU, which holds the same tensors. WeightTransferRejected: a server refused, and
-        none failed otherwise.
+        All others then hold it. A broadcast reaches all receivers or none. With `tensor` each server gets the `handles`
+        of the rank on its GPU. WeightTransferRejected: a server refused, and none failed otherwise.
         """
         if command.transport == "nccl":
             return self._broadcast(tensors, command)
@@ -152,8 +151,7 @@ class Sender:
     ) -> Failures:
         """POST each receiver its body, run `own_part` meanwhile, wait for the answers; returns those that failed.
 
-        If none failed, raises WeightTransferRejected for a refusal (others may still be working), or what `own_part`
-        raised.
+        If none failed, raises WeightTransferRejected for one that refused, or what `own_part` raised.
         """
         calls = post_all(command, path, bodies)
         error = self._run(own_part, calls)

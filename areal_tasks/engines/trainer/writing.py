@@ -90,8 +90,7 @@ class CheckpointWriter:
     def finish(self, prefix: str, waits: bool) -> tuple[FileRef, ...] | None:
         """The files below `prefix`, on every rank; None while a rank writes, unless this `waits`.
 
-        StaleCommand: nothing is being written there: this process is a new one, or writing has failed. StoreError:
-        writing failed on a rank.
+        StaleCommand: nothing is being written there, by a new process or after an error. StoreError: a rank failed.
         """
         if prefix != self.prefix or self._written is None:
             raise StaleCommand(f"no checkpoint is being written below {prefix}")
