@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from areal_tasks.engines.trainer.commands import Train
 from areal_tasks.engines.trainer.group import Group
+from areal_tasks.engines.trainer.plan import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.ranks import serve_store, use_interface
-from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import TEXT, grpo_batch, read_of, read_sequences
 from areal_tasks.engines.trainer.settings import Settings
 from areal_tasks.engines.trainer.tables import FetchedTables

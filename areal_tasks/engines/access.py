@@ -42,7 +42,6 @@ class Access:
         return aiohttp.TCPConnector(limit=0, ssl=self.trust, socket_factory=_socket, **more)
 
     def transport(self) -> httpx.HTTPTransport:
-        """For an httpx client."""
         return httpx.HTTPTransport(verify=self.trust, socket_options=SOCKET_OPTIONS)
 
 

@@ -277,16 +277,17 @@ def _body(works: list[_Work], stream: bool) -> dict[str, Any]:
 
 
 def _params(request: GenerateRequest, generated: int) -> dict[str, Any]:
+    ignores = request.ignore_eos or request.scored_from is not None  # an end token among scored ones ends nothing
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens - generated,
         "temperature": request.temperature,
         "no_stop_trim": True,  # so that the text matches the tokens trained on
+        "sampling_seed": request.seed,
+        "ignore_eos": ignores or None,
+        "stop": list(request.stop) or None,
+        "stop_token_ids": list(request.stop_token_ids) or None,
     }
-    stops = {"stop": list(request.stop), "stop_token_ids": list(request.stop_token_ids)}
-    seed = {} if request.seed is None else {"sampling_seed": request.seed}
-    ignores = request.ignore_eos or request.scored_from is not None  # an end token among scored ones ends nothing
-    eos = {"ignore_eos": True} if ignores else {}
-    return params | seed | eos | {name: values for name, values in stops.items() if values}
+    return {name: value for name, value in params.items() if value is not None}
 
 
 def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
@@ -321,14 +322,12 @@ def _extend(work: _Work, answer: dict[str, Any], server: str) -> None:
 
 
 def _cut(work: _Work, tokens: int) -> None:
-    """Keep only the first `tokens` tokens."""
     result = work.result
     for column in (result.output_ids, result.logprobs, result.versions, result.stale_kv):
         del column[tokens:]
 
 
 def _piece(work: _Work, first: int, stop_reason: str | None = None) -> Piece:
-    """The known tokens from `first` on."""
     result, new = work.result, slice(first, work.known)
     values = (result.output_ids[new], result.logprobs[new], result.versions[new], result.stale_kv[new])
     return Piece(*values, stop_reason, result.server)

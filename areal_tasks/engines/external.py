@@ -1,8 +1,7 @@
 """Inference servers that run already and that no run stops: `AREAL_LLM_SERVER_ADDRS=host:port,host:port`.
 
-The run has not started them, so it checks by their answers those settings that would otherwise do harm unnoticed.
-Servers that were started with `engines/sglang/child.py` load weights from the store, on any machine; plain SGLang loads
-a folder.
+The run has not started them, so it checks by their answers those settings that would do harm unnoticed. Those that were
+started with `engines/sglang/child.py` load weights from the store, on any machine; plain SGLang loads a folder.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ STORE_OF: Final = "/weights_store"
 
 
 def external_servers() -> list[str]:
-    """The base URLs that the environment names, in order; empty if a run starts its own servers.
-
-    Raises:
-        UserError: an address is neither `host:port` nor `http://host:port` (or https).
-    """
+    """The base URLs that the environment names, in order; none if a run starts its own. UserError: one is malformed."""
     parts = (part.strip() for part in os.environ.get(ADDRESSES, "").split(","))
     return [_base_url(part) for part in parts if part]
 
@@ -69,11 +64,7 @@ def folder_not_visible(refusal: str, folder: str) -> str:
 
 
 def check_versions_reported(where: str, answers: Sequence[dict[str, Any]]) -> None:
-    """Check that a server whose weights change during requests reports the version that sampled each token.
-
-    Raises:
-        UserError: it does not; plain SGLang does not.
-    """
+    """UserError if a server whose weights change during requests does not report which sampled each token."""
     if not all("weight_versions" in answer["meta_info"] for answer in answers):
         raise UserError(
             f"the inference server {where} does not report which weights sampled each token of an answer, so they must "
@@ -83,12 +74,9 @@ def check_versions_reported(where: str, answers: Sequence[dict[str, Any]]) -> No
 
 
 def check_temperature(where: str, answers: Sequence[dict[str, Any]]) -> None:
-    """Check a server's answers to PROBE: their logprobs must be those after the temperature is applied.
+    """UserError if the logprobs in a server's answers to PROBE are those before the temperature is applied.
 
     SGLang does not report which it gives, and near temperature 1 the tokens trained on do not show it either.
-
-    Raises:
-        UserError: they are those before the temperature is applied.
     """
     logprobs = [logprob for answer in answers for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     if max(logprobs) - min(logprobs) > FLAT:

@@ -55,10 +55,8 @@ class Fetched:
 def local_weights(store: Store, files: Sequence[FileRef]) -> AbstractContextManager[Path]:
     """A folder of this machine with these files, verified, which engines load inside this context.
 
-    Those of a store on this machine are loaded from there; others are fetched into memory.
-
-    Raises:
-        UserError: a file is damaged; possibly raised only on entering.
+    Those of a store on this machine are loaded from there; others are fetched into memory. UserError, possibly only on
+    entering: a file is damaged.
     """
     if (folder := store.local(common_folder(files))) is None:
         return in_memory(store, files)
@@ -66,10 +64,7 @@ def local_weights(store: Store, files: Sequence[FileRef]) -> AbstractContextMana
 
 
 def weights_folder(store: Store, source: str) -> AbstractContextManager[Path]:
-    """A local folder with the files of `source`: itself, or what a weights manifest in `store` (its URL) names.
-
-    Errors as of `local_weights`.
-    """
+    """A local folder with the files of `source`, a folder or a manifest's URL. Errors as of `local_weights`."""
     stem = store.uri("x")[:-1]
     if "://" in source and not source.startswith(stem):
         raise UserError(f"{source} is not in this server's store ({store.url}); publish the weights there")
@@ -101,7 +96,6 @@ def in_memory(store: Store, files: Sequence[FileRef]) -> Iterator[Path]:
 
 
 def memory() -> Path:
-    """The file system in memory, if there is one."""
     return MEMORY if MEMORY.is_dir() else Path(gettempdir())
 
 

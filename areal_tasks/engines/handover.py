@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from areal_tasks.engines.fetching import Fetched, local_weights
@@ -27,15 +27,13 @@ Transport = Literal["store", "tensor", "nccl"]
 
 
 def choose_transport(recipe: Recipe, placement: Placement, external: bool) -> Transport:
-    """The transport that the recipe names; for `auto` the fastest that the placement allows without a network.
-
-    Raises:
-        UserError: the placement does not allow the one it names.
-    """
+    """The transport that the recipe names, UserError if not possible; for `auto` the fastest without a network."""
     if not isinstance(recipe, RlhfRecipe) or recipe.inference.engine != "sglang":
         return "store"
-    here = on_this_machine(recipe.launcher)
-    possible = _possible(placement, external) if here else _between_machines(recipe, external)
+    possible = _possible(placement, external)
+    if not on_this_machine(recipe.launcher):  # NCCL only if the recipe names it, since it does not encrypt
+        on_gpus = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
+        possible = ["store", "nccl"] if on_gpus else ["store"]
     asked = recipe.inference.transport
     if asked == "auto":
         return possible[0]
@@ -72,12 +70,6 @@ def sending_ranks(transport: Transport, placement: Placement) -> tuple[int, ...]
     return tuple(rank for rank in ranks if rank is not None)
 
 
-def _between_machines(recipe: RlhfRecipe, external: bool) -> list[Transport]:
-    """The transports that a cluster allows; NCCL only if the recipe names it, since it does not encrypt."""
-    on_gpus = not external and trainer_needs(recipe).gpus > 0 and server_needs(recipe).gpus > 0
-    return ["store", "nccl"] if on_gpus else ["store"]
-
-
 def name_of(ref: WeightsRef) -> str:
     """A name that distinguishes these weights from all others, also from another attempt at their version."""
     return ref.path or ref.digest
@@ -105,13 +97,13 @@ def write_weights(run: Run, trainer: TrainerClient, version: int) -> Published:
 # ── through the store ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass
 class WeightsSource:
     """`reads_store`: whether the servers load weights from the store by themselves; else they load folders."""
 
-    def __init__(self, store: Store, reads_store: bool) -> None:
-        self.store = store
-        self.reads_store = reads_store
-        self.fetched = Fetched()
+    store: Store
+    reads_store: bool
+    fetched: Fetched = field(default_factory=Fetched)
 
     def target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
         """Version, name and URL or folder of these weights; None if servers cannot load them by themselves."""
@@ -121,11 +113,7 @@ class WeightsSource:
         return ref.version, name_of(ref), str(folder) if folder else None
 
     def ready(self, ref: WeightsRef) -> str:
-        """A URL or folder from which the servers can load committed weights, which are fetched into it if necessary.
-
-        Raises:
-            UserError: a file is damaged.
-        """
+        """A URL or folder to load committed weights from; fetches them if necessary. UserError: a file is damaged."""
         if self.reads_store:
             return self.store.uri(ref.path)
         return str(self.fetched.hold(local_weights(self.store, read_weights(self.store, ref).files)))

@@ -16,10 +16,8 @@ from schemas.manifest import WeightsRef
 def held_server(servers: Servers, ref: WeightsRef) -> Iterator[InferenceClient]:
     """Inside, a client of one server, which has `ref` and generates for it alone. Others go on with newer weights.
 
-    The store has `ref`. If the server ends, the client is closed, and raises ServerDown.
-
-    Raises:
-        ServerDown: this server has ended, or all others lack weights that only the trainer has and is not sending.
+    The store has `ref`. ServerDown: this server has ended, which closes the client, or all others lack weights that
+    only the trainer has and is not sending.
     """
     pool, source = servers.inference(waits=False), WeightsSource(servers.run.store, servers.weights.reads_store)
     server, current = servers.call(pool.hold(name_of(ref)), generates=pool)

@@ -38,15 +38,11 @@ class LoopThread:
             raise
 
     def run(
-        self,
-        work: Coroutine[Any, Any, T],
-        seconds: float | None = None,
-        meanwhile: Callable[[], object] = lambda: None,
+        self, work: Coroutine[Any, Any, T], seconds: float | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> T:
         """The result of `work`. Without `seconds`, the calling thread calls `meanwhile` repeatedly until then.
 
-        Raises TimeoutError after `seconds`, and what `meanwhile` raises, which cancels the work. RuntimeError if the
-        loop ends before the work does.
+        Raises TimeoutError, RuntimeError if the loop ends first, and what `meanwhile` raises, which cancels the work.
         """
         future = self.submit(work)
         if seconds is not None:

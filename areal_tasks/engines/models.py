@@ -59,8 +59,7 @@ def initial_weights(
 def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...]:
     """The files of the newest (`run://NAME`) or of one version (`run://NAME@VERSION`, from 1) of a run's weights.
 
-    The run `reader`, which begins with them, first writes a reference into that run. A reference that `reader` wrote
-    earlier determines the version.
+    The run `reader`, which begins with them, first writes a reference into that run, which then fixes the version.
     """
     name, _, version = path.removeprefix("run://").partition("@")
     if not store.exists(run_record(name)):
@@ -69,20 +68,16 @@ def run_weights(store: Store, path: str, reader: str = "") -> tuple[FileRef, ...
     commit = _commit_of(run, int(version) if version else earlier.iteration if earlier else run.committed)
     if reader:
         write_reference(store, name, reader, commit.iteration + 1, "weights")
-    ref = _written(path, written_weights(run, commit))
-    for run_needed in {name, ref.path.split("/")[0]}:  # the files may belong to the run that it was forked from
-        check_run_kept(store, run_needed)
-    check_kept(store, ref)
-    return read_weights(store, ref).files
-
-
-def _written(path: str, ref: WeightsRef) -> WeightsRef:
+    ref = written_weights(run, commit)
     if not ref.written:
         raise UserError(
             f"model.path: '{path}' is version {ref.version}, which was sent to the servers and not written; "
             "name one that trainer.weights_every divides, or the last of a run that is complete"
         )
-    return ref
+    for run_needed in {name, ref.path.split("/")[0]}:  # the files may belong to the run that it was forked from
+        check_run_kept(store, run_needed)
+    check_kept(store, ref)
+    return read_weights(store, ref).files
 
 
 def _commit_of(run: Run, version: int) -> IterationCommit:

@@ -1,11 +1,9 @@
 """Maps the tensors of a checkpoint to those of the model that transformers builds from it, and back.
 
-transformers 5 renames and merges tensors when it loads a checkpoint: the experts of a layer, three matrices each,
-become two tensors. Other programs, such as SGLang, know only the checkpoint's names. So weights are published under
-the names that they were loaded from. `Names` plans transformers' own conversion for one checkpoint as `Group`s of
-tensors; each group is converted in either direction by itself.
-
-Relies on `get_model_conversion_mapping` and its converters as of transformers 5.12 to 5.23.
+transformers 5 (`get_model_conversion_mapping` and its converters, 5.12 to 5.23) renames and merges tensors when it
+loads a checkpoint: the experts of a layer, three matrices each, become two tensors. Other programs, such as SGLang,
+know only the checkpoint's names. So weights are published under the names that they were loaded from. `Names` plans
+transformers' own conversion for one checkpoint as `Group`s, each of which is converted by itself, in both directions.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
@@ -31,6 +29,9 @@ INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
 #: Tensors of old checkpoints that models compute themselves; transformers ignores them, too.
 _COMPUTED: Final = r"rotary_emb\.inv_freq"
+
+#: A stored tensor of a group, the pattern of the group's converter that it matches, and the converter's name for it.
+_Member = tuple[str, str | None, str]
 
 
 def stored_names(folder: Path) -> list[str]:
@@ -85,14 +86,12 @@ class Group:
 class Names:
     """The plan for a checkpoint with tensors named `stored` and a `model` on any device (also `meta`), not yet sharded.
 
-    groups: the groups of tensors that checkpoint and model share, in the checkpoint's natural order.
-    tied: for each name in the model's state, the first name of the same tensor; groups use first names.
-    buffers: those first names that are not parameters.
-    missing: tensors of the model that no stored tensor makes. unexpected: stored ones without a tensor of the model.
-    Neither contains those that the model's class declares as ignored.
+    `groups`: of the tensors that checkpoint and model share, in the checkpoint's natural order. `tied`: for each name
+    in the model's state, the first name of the same tensor; groups use first names. `buffers`: those first names that
+    are not parameters. `missing`: tensors of the model that no stored tensor makes; `unexpected`: stored ones without a
+    tensor of the model; neither contains those that the model's class declares as ignored.
 
-    Raises:
-        UserError: transformers cannot reverse the conversion of a group.
+    UserError: transformers cannot reverse the conversion of a group.
     """
 
     def __init__(self, model: Any, stored: Iterable[str]) -> None:
@@ -131,11 +130,8 @@ class Names:
     def to_checkpoint(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert the model's tensors, received one at a time, to the checkpoint's names and shapes.
 
-        A group is converted when it is complete. Beyond the tensors that wait for others, this takes the memory of one
-        group. Tensors that the checkpoint lacks keep the model's names.
-
-        Raises:
-            UserError: at the end, if a tensor of the model was not received, or one is left over.
+        A group is converted when it is complete: beyond the tensors that wait for others, this takes the memory of one
+        group. Tensors that the checkpoint lacks keep their names. UserError, at the end: one is lacking, or left over.
         """
         waiting: dict[str, Tensor] = {}
         left = set(self._of)
@@ -155,14 +151,6 @@ class Names:
             )
 
 
-class _Member(NamedTuple):
-    """A stored tensor of a group."""
-
-    stored: str
-    pattern: str | None  # of the group's converter
-    renamed: str  # the converter's name for it
-
-
 class _Plan:
     """Sorts stored tensors into groups."""
 
@@ -174,22 +162,18 @@ class _Plan:
 
     def groups(self, stored: Iterable[str]) -> tuple[tuple[Group, ...], list[str]]:
         """The groups, and the names of the stored tensors that belong to none."""
-        members: defaultdict[str, list[_Member]] = defaultdict(list)
+        members: defaultdict[str, list[_Member]] = defaultdict(list)  # by transformers' name of the group
         for name in sorted(stored, key=dot_natural_key):  # so that expert 10 comes after expert 9
-            layer, member = self._placed(name)
-            members[layer].append(member)
+            layer, pattern = rename_source_key(
+                name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
+            )
+            renamed = rename_source_key(name, self.renamings, [])[0] if pattern else name
+            if layer not in self.tied and name in self.tied:  # it was saved under the model's own name
+                layer, pattern, renamed = name, None, name
+            members[layer].append((name, pattern, renamed))
         known = {layer: found for layer, found in members.items() if layer in self.tied}
-        useless = [m.stored for layer, found in members.items() if layer not in known for m in found]
+        useless = [name for layer, found in members.items() if layer not in known for name, *_ in found]
         return tuple(self._group(layer, found) for layer, found in known.items()), useless
-
-    def _placed(self, name: str) -> tuple[str, _Member]:
-        """A stored tensor, after transformers' name of the group that it belongs to."""
-        layer, pattern = rename_source_key(
-            name, self.renamings, self.converters, self.model.base_model_prefix, self.tied
-        )
-        if layer not in self.tied and name in self.tied:  # it was saved under the model's own name
-            return name, _Member(name, None, name)
-        return layer, _Member(name, pattern, rename_source_key(name, self.renamings, [])[0] if pattern else name)
 
     def _group(self, layer: str, members: Sequence[_Member]) -> Group:
         stored, patterns, renamed = zip(*members, strict=True)
@@ -198,7 +182,10 @@ class _Plan:
         converter = next(c for c in self.converters if not {*patterns}.isdisjoint(c.source_patterns))
         first = converter.target_patterns[0]
         held = tuple(layer.replace(first, target) for target in converter.target_patterns)
-        forth, back = _Conversion(converter, layer, patterns, self.model), self._reverse(converter, held)
+        reverse = converter.reverse_transform()
+        layers, of_held = zip(*(reverse.rename_source_key(name) for name in held), strict=True)
+        forth = _Conversion(converter, layer, patterns, self.model)
+        back = _Conversion(reverse, layers[0], of_held, self.model)
         if back([torch.empty_like(self.every[name], device="meta") for name in held]).keys() != set(renamed):
             raise UserError(
                 f"transformers converts {listed(stored)} of the checkpoint to {listed(held)}, and cannot "
@@ -207,12 +194,6 @@ class _Plan:
             )
         return Group(stored, tuple(self.tied[name] for name in held), forth, back, (held, renamed))
 
-    def _reverse(self, converter: Any, held: Sequence[str]) -> _Conversion:
-        reverse = converter.reverse_transform()
-        layers, patterns = zip(*(reverse.rename_source_key(name) for name in held), strict=True)
-        return _Conversion(reverse, layers[0], patterns, self.model)
-
 
 def _without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
-    """The names that match no pattern."""
     return tuple(name for name in names if not any(re.search(pattern, name) for pattern in patterns))

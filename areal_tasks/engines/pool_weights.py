@@ -1,7 +1,6 @@
 """The weights, pauses and memory of a run's inference servers.
 
-A server may generate when it is healthy and holds the target weights, or waits for its turn to load them, unless
-another client holds it.
+A server may generate when it holds, or waits for its turn to load, the target weights, and no other client holds it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from areal_tasks.engines.external import folder_not_visible
+from areal_tasks.engines.external import FETCH, folder_not_visible
 from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target
 from areal_tasks.engines.server_pool import ServerPool
 
@@ -41,15 +40,11 @@ class UpdatedPool(ServerPool):
         return max(held, default=self.target.version) if self.target else min(held, default=None)
 
     def wants(self, key: str) -> bool:
-        """Whether the weights of that name are the target."""
         return self.target is not None and self.target.key == key
 
     @property
     def stuck(self) -> bool:
-        """Whether no server holds the target weights or can load them by itself: the trainer has to send them.
-
-        Also if this client is closed.
-        """
+        """Whether no server has the target or can load it (the trainer has to send it), or this client is closed."""
         loadable = self.target is not None and self.target.uri is not None
         return self._closed or (not loadable and not any(server.current for server in self.servers))
 
@@ -87,11 +82,8 @@ class UpdatedPool(ServerPool):
 
         If it does, its requests in flight continue. Otherwise they have ended: it can be given other, older weights.
 
-        Waits while healthy servers get the target weights. If only the trainer has these, and no thread sends them,
-        the wait is endless: the caller checks whether the pool is `stuck`, as during generation.
-
-        Raises:
-            ServerDown: no server is healthy.
+        Waits while healthy servers get the target weights; ServerDown if none is healthy. If only the trainer has the
+        weights, and does not send them, the wait is endless: the caller checks whether the pool is `stuck`.
         """
         while not (free := [s for s in self.servers if s.may_generate and s.current and not s.paused]):
             await self._until(lambda: bool(self.healthy()))
@@ -135,10 +127,9 @@ class UpdatedPool(ServerPool):
     async def update_weights(self, uri: str, version: int, key: str = "") -> list[float]:
         """Load the weights manifest (or local folder) `uri` as `version` on every healthy server; seconds per server.
 
-        Requests in flight continue with the new weights, or the weights wait for their end. If there may be any, at
-        most half of the servers (rounded up) load at a time, while the others generate with older weights. So they do
-        not all stop, nor all wait for one link to the store. Evicted servers load the weights before they are admitted.
-        `key`: the name for `wants`.
+        Requests in flight continue with the new weights, or these wait for their end. If there may be any, at most half
+        of the servers (rounded up) load at a time, while the others generate with older weights: not all stop, nor wait
+        for one link to the store. Evicted ones load before they are admitted. `key`: the name for `wants`.
         """
         if not self.healthy():
             await self._all_probed()
@@ -152,15 +143,12 @@ class UpdatedPool(ServerPool):
         return seconds
 
     async def _load_in_turn(self, turns: asyncio.Semaphore, server: Server) -> float | None:
-        """`_load`, in the server's turn; None if it was evicted before it loads: it does so in the background.
-
-        SGLang fetches weights of a store before it stops to generate.
-        """
+        """`_load` in turn; None if evicted before that. SGLang fetches from a store before it stops to generate."""
         async with turns:
             assert self.target is not None and self.target.uri is not None
             fetches = "://" in self.target.uri and self.settings.engine == "sglang"
             if fetches and server.healthy and not server.current:
-                await server.fetch_weights(self.target.uri)
+                await server.ask("POST", FETCH, {"model_path": self.target.uri})
             if server.current or not server.healthy:
                 return None
             server.older = False
@@ -175,10 +163,7 @@ class UpdatedPool(ServerPool):
         return await self.each(partial(self._confirm, given=target), urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
-        """The answers of all healthy servers (of `urls`), asked concurrently. A server that fails is evicted.
-
-        Servers that are held are not asked.
-        """
+        """The answers of all healthy servers (of `urls`) that are not held, asked at once. Evicts those that fail."""
         servers = [s for s in self.servers if s.healthy and not s.held and (urls is None or s.url in urls)]
         outcomes = await asyncio.gather(*map(ask, servers), return_exceptions=True)
         for server, outcome in zip(servers, outcomes, strict=True):
@@ -212,10 +197,7 @@ class UpdatedPool(ServerPool):
         await self._confirm(server, target)
 
     async def _confirm(self, server: Server, given: Target) -> str:
-        """Have the server generate if it reports the weights that it was given and they are still the target.
-
-        Returns its address.
-        """
+        """Have the server generate if it holds what it was given, still the target. Returns its address."""
         if (held := await server.ask_version()) != str(given.version):
             raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:

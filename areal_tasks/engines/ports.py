@@ -34,11 +34,7 @@ def hold_port(wanted: int, address: str) -> socket.socket:
     """A socket on the port `wanted` of this machine's address, or for 0 on any free one. It does not listen.
 
     While it is open, only a server that names the port can listen on it, as with uvicorn: the system gives it to no
-    other program.
-
-    Raises:
-        OSError: the port is in use, or this process has no permission to listen on it.
-        OverflowError: there is no such port.
+    other program. OSError: the port is in use or not permitted. OverflowError: there is no such port.
     """
     held = socket.socket(family(address))
     try:
@@ -63,5 +59,4 @@ def url_host(address: str) -> str:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """The kind of sockets that listen at an address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,11 +1,9 @@
 """Proves, once per start of a flow, that new weights reach every tensor of SGLang's servers.
 
-SGLang 0.5.17 skips tensors whose names it does not know: silently in `qwen2_moe`, `qwen3_moe`, `glm4_moe` and others,
-with a line in its log in `mixtral`, `deepseek_v2` and dense models. It reports that the update succeeded, and continues
-to generate with the older tensors. So after the first weights the servers report a checksum of each tensor, overwrite
-all tensors with random numbers, receive the same weights again, and must report the same checksums: they differ if an
-element does not come from the weights. Later weights have the same names and shapes, which the trainer ensures
-(`Names`).
+SGLang 0.5.17 skips tensors whose names it does not know, silently in `qwen2_moe`, `qwen3_moe`, `glm4_moe` and others.
+It reports that the update succeeded, and continues to generate with the older tensors. So after the first weights the
+servers report a checksum of each tensor, overwrite all with random numbers, receive the same weights again, and must
+report the same checksums. Later weights have the same names and shapes, which the trainer ensures (`Names`).
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from areal_tasks.engines.client import InferenceClient
@@ -34,18 +33,17 @@ COMPUTED: Final = frozenset({"normalizer", "root_size", "dummy_token_indices", "
 WITHOUT: Final = "inference.prove_weights=false continues without this proof"
 
 
+@dataclass
 class Proof:
     """`due` until it has succeeded. `call` runs the client's coroutines."""
 
-    def __init__(self, call: Call, due: bool) -> None:
-        self.call = call
-        self.due = due
+    call: Call
+    due: bool
 
     def of(self, client: InferenceClient, give: Give) -> list[float]:
         """Call `give`, which gives weights to the client's servers, and return its result; while `due`, prove them.
 
-        Raises:
-            UserError: a tensor does not come from the weights; the message names it and the remedy.
+        UserError names a tensor that does not come from the weights, and the remedy.
         """
         seconds = give()
         if self.due:
@@ -59,7 +57,8 @@ class Proof:
     def _succeeds(self, client: InferenceClient, give: Give) -> bool:
         """False if the servers failed meanwhile, so nothing was proven."""
         started, before = time.perf_counter(), self._checksums(client)
-        if computed := computed_tensors(before):
+        every = {name for ranks in before.values() for names in ranks for name in names}
+        if computed := {name for name in every if name.rpartition(".")[2] in COMPUTED}:
             log.warning(
                 "not proven that new weights reach all tensors: the servers compute %s, which the proof would "
                 "overwrite, too. The train-inference mismatch (algorithm.max_logprob_gap) of each iteration "
@@ -93,12 +92,6 @@ def _refusals() -> Iterator[None]:
 def is_proven(recipe: Recipe) -> bool:
     """Whether a recipe needs the proof. The embedded engine does not: it loads all of a model's tensors or refuses."""
     return not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and recipe.inference.prove_weights
-
-
-def computed_tensors(found: Checksums) -> set[str]:
-    """Names of tensors that the servers compute themselves, which no weights have to reach."""
-    every = {name for ranks in found.values() for names in ranks for name in names}
-    return {name for name in every if name.rpartition(".")[2] in COMPUTED}
 
 
 def check_same(before: Checksums, after: Checksums) -> None:

@@ -126,7 +126,6 @@ class Observations:
     counts: Counter[State] = field(default_factory=Counter)
 
     def observe(self, state: State, now: float) -> None:
-        """Note the state at a time in seconds."""
         if state != self.state:
             self.state, self.since = state, now
         self.counts[state] += 1
@@ -167,14 +166,12 @@ class Sampler:
 
     def observe(self) -> None:
         """Note what each service does or waits for now."""
-        flow, now = self._flow(), time.monotonic()
+        servers, asked = self.engines.servers, LEDGER.clock()
+        store = any(asked - one.since > STORE_SECONDS for one in LEDGER.in_flight())
+        flow = Flow(self.engines.watchdog.registered(), store, servers.workers.backlog(), servers.states())
+        now = time.monotonic()
         for name, service in self.services.items():
             self._seen.setdefault(name, Observations()).observe(self._state(flow, name, service), now)
-
-    def _flow(self) -> Flow:
-        servers, now = self.engines.servers, LEDGER.clock()
-        store = any(now - one.since > STORE_SECONDS for one in LEDGER.in_flight())
-        return Flow(self.engines.watchdog.registered(), store, servers.workers.backlog(), servers.states())
 
     def _state(self, flow: Flow, name: str, service: Service | None) -> State:
         if name == FLOW:
@@ -211,7 +208,10 @@ class Sampler:
     def _queues(self) -> dict[str, Row]:
         """The columns of queues, by the service's address; those of the flow by its name."""
         servers, backlog = self.engines.servers, self.engines.servers.workers.backlog()
-        at_once = self._at_once()
+        recipe, at_once = self.engines.recipe, None
+        if not isinstance(recipe, SftRecipe):  # samples in the embedded engine, requests in SGLang
+            settings = recipe.inference
+            at_once = settings.slots if settings.engine == "embedded" else settings.max_concurrent_requests
         found = {url: _queue(*queue, at_once) for url, queue in servers.queues().items()}
         for each in filter(None, (backlog, servers.evaluators.backlog())):
             for url in {*each.generating, *each.verifying, *each.held}:
@@ -221,17 +221,12 @@ class Sampler:
             found[FLOW] = _queue(sum(backlog.generating.values()), backlog.spooled, backlog.room)
         return found
 
-    def _at_once(self) -> int | None:
-        """How much a server works on at once: samples in the embedded engine, requests in SGLang."""
-        recipe = self.engines.recipe
-        if isinstance(recipe, SftRecipe):
-            return None
-        settings = recipe.inference
-        return settings.slots if settings.engine == "embedded" else settings.max_concurrent_requests
-
     def _used(self, name: str, service: Service | None) -> Row:
         """The columns of CPU, memory and GPUs; CPU time as the mean number of cores since the last sample."""
-        usage = _usage(name, service)
+        if service is not None:
+            usage = service.handle.usage()
+        else:
+            usage = measure(os.getpid(), descendants=False) if name == FLOW else None
         if usage is None:
             self._usages.pop(name, None)
             return {"host": ""}
@@ -244,12 +239,6 @@ class Sampler:
 
 def _queue(running: int, waiting: int | None, at_once: int | None) -> Row:
     return {"running": running, "waiting": waiting, "at_once": at_once}
-
-
-def _usage(name: str, service: Service | None) -> Usage | None:
-    if service is not None:
-        return service.handle.usage()
-    return measure(os.getpid(), descendants=False) if name == FLOW else None
 
 
 def cores_used(before: Usage | None, after: Usage) -> float | None:

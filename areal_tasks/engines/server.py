@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.external import FETCH, STORE_OF
+from areal_tasks.engines.external import STORE_OF
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -87,10 +87,7 @@ def in_flight(mode: Interruption | None, continues: bool, sent: bool) -> InFligh
 
 @dataclass(eq=False)
 class Server:
-    """One server as one of its clients sees it. Use within one event loop; `close()` when done.
-
-    All methods that send requests raise ServerDown or BadRequest.
-    """
+    """One server as a client sees it, in one event loop; `close()` it. Requests raise ServerDown or BadRequest."""
 
     url: str
     slots: int  # maximum number of requests in flight
@@ -120,7 +117,6 @@ class Server:
 
     @property
     def may_generate(self) -> bool:
-        """Whether it may generate."""
         return self.healthy and (self.current or self.older) and not self.held
 
     @property
@@ -216,7 +212,6 @@ class Server:
         await self.ask("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Continue generation, if it was paused."""
         if self.paused:
             await self.ask("POST", "/continue_generation", {})
             self.paused = False
@@ -243,10 +238,6 @@ class Server:
         while self.requests + (await busy()).get(self.url, 0):
             await asyncio.sleep(POLL_SECONDS)
 
-    async def fetch_weights(self, uri: str) -> None:
-        """Fetch these weights of the store to the server's machine, so that it can load them at once."""
-        await self.ask("POST", FETCH, {"model_path": uri})
-
     async def reads(self, store: str) -> bool:
         """Whether the server loads weights from this store by itself, which plain SGLang does not."""
         try:
@@ -256,7 +247,6 @@ class Server:
         return bool(answer["url"] == store)
 
     async def load_weights(self, target: Target, flags: Mapping[str, bool]) -> None:
-        """Load these weights."""
         body = {"model_path": target.uri, "weight_version": str(target.version), **flags}
         answer = await self.ask("POST", "/update_weights_from_disk", body)
         if not answer.get("success", True):
@@ -288,10 +278,7 @@ class Server:
         return object()
 
     async def queue(self, reports: bool) -> tuple[int, int | None]:
-        """The number of samples that it decodes, and of those that wait in its queue.
-
-        If it does not report these (`reports`), as SGLang: requests in flight, as far as known, and None.
-        """
+        """The samples that it decodes, and its queue; unless it `reports` them: the known requests, and None."""
         if not reports:
             return self.requests + self.other_requests, None
         info = await self.ask("GET", "/server_info", seconds=QUEUE_SECONDS)
@@ -348,10 +335,12 @@ async def read_events(where: str, content: aiohttp.StreamReader) -> AsyncIterato
     last: dict[str, Any] | None = None
     async for event in _data(content):
         answer = orjson.loads(event)
-        _check_event(where, event, answer)
-        if answer["meta_info"]["finish_reason"] is None:
+        if "error" in answer:
+            check_status(where, int(answer["error"]["code"]), reason_of(event))
+        if (ended := answer["meta_info"]["finish_reason"]) is None:
             yield answer
         else:
+            check_status(where, int(ended.get("status_code") or 200), str(ended.get("message")))
             last = answer
     if last is None:
         raise ServerDown(f"{where}: the stream ended before the answer")
@@ -366,13 +355,6 @@ async def _data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for event in events:
             if (data := event.removeprefix(b"data: ")) != b"[DONE]":
                 yield data
-
-
-def _check_event(where: str, event: bytes, answer: dict[str, Any]) -> None:
-    if "error" in answer:
-        check_status(where, int(answer["error"]["code"]), reason_of(event))
-    reason = answer["meta_info"]["finish_reason"] or {}
-    check_status(where, int(reason.get("status_code") or 200), str(reason.get("message")))
 
 
 def version_runs(meta: dict[str, Any]) -> list[tuple[Any, int]]:

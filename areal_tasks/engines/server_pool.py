@@ -178,11 +178,6 @@ class ServerPool(ABC):
         answers = [one for one in found if isinstance(one, bool)]
         return bool(answers) and all(answers)
 
-    @property
-    def starts(self) -> set[tuple[str, int]]:
-        """(address, number of the start) of each server."""
-        return {(server.url, server.start) for server in self.servers}
-
     def healthy(self) -> list[str]:
         """Addresses of the servers that are neither evicted nor held."""
         return [server.url for server in self.servers if server.healthy and not server.held]
@@ -202,10 +197,7 @@ class ServerPool(ABC):
         await self._until(lambda: all(s.healthy or s.failing_since is not None for s in self.servers))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition()` is true. ServerDown after the pool's patience.
-
-        Time while a server is held does not count: the server will be released.
-        """
+        """Wait for `condition()`. ServerDown after the pool's patience; time while a server is held does not count."""
         began = self.clock()
         while not condition():
             if self.held():

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -43,45 +43,40 @@ T = TypeVar("T")
 HEARTBEAT_LIMIT_SECONDS: Final = 60.0  # for concurrent probes of all servers
 
 
+@dataclass(eq=False)
 class Servers:
     """A client of the servers that the run starts, or of external ones; no servers if the run does not generate.
 
     `trainer` makes the weights that the servers generate with; `ends` returns the end tokens and the detokenizer.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        recipe: Recipe,
-        generates: bool,
-        supervisor: Supervisor,
-        watchdog: Watchdog,
-        trainer: ResidentTrainer,
-        ends: Callable[[], Ends],
-    ) -> None:
-        self.run = run
-        self.recipe = recipe
-        self.supervisor = supervisor
-        self.watchdog = watchdog
-        self.trainer = trainer
-        self.ends = ends
-        self.generates = generates and not isinstance(recipe, SftRecipe)  # else there are no servers
+    run: Run
+    recipe: Recipe
+    generates: bool
+    supervisor: Supervisor
+    watchdog: Watchdog
+    trainer: ResidentTrainer
+    ends: Callable[[], Ends]
+    placement: Placement = field(default_factory=Placement)
+    transport: Transport = "store"
+    serving: WeightsRef | None = None
+    written: WeightsRef | None = None  # the newest in the store, which a server can start on
+    holder: InferenceClient | None = None  # of the one server that is held (`holding.py`)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # stages that run at once use the same servers
+    _client: InferenceClient | None = None
+    _ready: list[Ready] = field(default_factory=list)  # as the client knows them
+    #: For weights that could not be written: the server starts for which that was tried.
+    _unwritable: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.generates = self.generates and not isinstance(self.recipe, SftRecipe)  # else there are no servers
         self.external = external_servers() if self.generates else []
-        self.weights = WeightsSource(run.store, self.generates and read_store(recipe, self.external))
-        self.placement = Placement()
-        self.transport: Transport = "store"
-        self.serving: WeightsRef | None = None
-        self.written: WeightsRef | None = None  # the newest in the store, which a server can start on
-        self._lock = threading.RLock()  # stages that run concurrently use the same servers
-        self._client: InferenceClient | None = None
-        self._ready: list[Ready] = []  # as the client knows them
+        self.weights = WeightsSource(self.run.store, self.generates and read_store(self.recipe, self.external))
         self.loop = LoopThread()
-        self.holder: InferenceClient | None = None  # of the one server that is held (`holding.py`)
-        of_run = recipe, generates, supervisor, watchdog, self.loop
+        of_run = self.recipe, self.generates, self.supervisor, self.watchdog, self.loop
         self.all_workers = [Workers(names, *of_run) for names in (worker_names, evaluator_names)]
         self.workers, self.evaluators = self.all_workers
-        self._proof = Proof(self.call, is_proven(recipe))
-        self._unwritable: dict[str, frozenset[tuple[str, int]]] = {}  # weights -> server starts that a write failed for
+        self._proof = Proof(self.call, is_proven(self.recipe))
 
     def close(self) -> None:
         """Close the client and cancel its work. The supervisor ends the servers themselves."""
@@ -105,16 +100,13 @@ class Servers:
                     log.info("%s joins the run", name)
             if self._client is not None and not isinstance(recipe, SftRecipe):
                 self.loop.run(self._client.bound_requests(recipe.inference.max_concurrent_requests))
-            self._retire([name for name in before if name not in self.names])
-
-    def _retire(self, names: Sequence[str]) -> None:
-        """Stop servers once no client uses them. Their requests are retried on others."""
-        if names and self._client is not None:
-            self._supervise()
-            self.call(self._client.followers.acknowledged())
-        for name in names:
-            log.info("%s leaves the run", name)
-            self.supervisor.retire(name)
+            leaving = [name for name in before if name not in self.names]
+            if leaving and self._client is not None:  # their requests are retried on others
+                self._supervise()
+                self.call(self._client.followers.acknowledged())
+            for name in leaving:
+                log.info("%s leaves the run", name)
+                self.supervisor.retire(name)
 
     @property
     def names(self) -> list[str]:
@@ -146,10 +138,8 @@ class Servers:
     def inference(self, waits: bool = True) -> InferenceClient:
         """A client of the servers, which generate with the current weights; restarts those that have ended.
 
-        With `waits` false, the servers may hold older weights that another thread is about to replace.
-
-        Raises:
-            UserError: the current weights are damaged; every call raises it again.
+        With `waits` false, the servers may hold older weights that another thread is about to replace. UserError, at
+        every call: the current weights are damaged.
         """
         if not self._lock.acquire(blocking=waits or self._client is None):
             assert self._client is not None
@@ -202,10 +192,9 @@ class Servers:
     def call(self, work: Coroutine[Any, Any, T], *, generates: InferenceClient | None = None) -> T:
         """Run a coroutine of an inference client in the clients' event loop, and supervise the servers meanwhile.
 
-        Raises:
-            ServiceFailed: no server runs, and `launcher.restarts` are used up.
-            ServerDown: `generates`, a client that waits for its current weights, would wait without end: only the
-                trainer has them, and no thread sends them. Servers were restarted on others, or a transfer has failed.
+        ServiceFailed: no server runs, and `launcher.restarts` are used up. ServerDown: `generates`, a client that waits
+        for its current weights, would wait without end: only the trainer has them, and no thread sends them, since
+        servers were restarted on others, or a transfer has failed.
         """
         waits_for = "generation" if generates else "a command to the servers"
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
@@ -232,12 +221,13 @@ class Servers:
         ended = self.supervisor.ended(self.names)
         weights = self._weights_to_start_on(ended) if ended else None
         running = self.supervisor.poll(self.names, weights)
-        if (own := self.holder) is not None and not own.starts <= {(one.url, one.restart) for one in running}:
+        starts = {one.url: one.restart for one in running}
+        if (own := self.holder) is not None and any(starts.get(held.url) != held.start for held in own.servers):
             self.loop.run(own.close())  # before another start of its server gets other weights
         if running != self._ready:
             self._ready = running
             current = [one.url for one in running if one.weights is not None and client.wants(name_of(one.weights))]
-            self.loop.run(client.sync({one.url: one.restart for one in running}, current))
+            self.loop.run(client.sync(starts, current))
 
     def _weights_to_start_on(self, ended: frozenset[tuple[str, int]]) -> WeightsRef | None:
         """The current weights, which the trainer first writes if only it has them.
@@ -290,17 +280,14 @@ class Servers:
         (`handed`: sent before they were written), the client only notes where they are in the store.
         """
         with self._lock:
-            self._set_current(ref)
+            self.serving = ref
+            if ref.written:
+                self.written = ref
             if self.count and not handed:
                 return self._give(self._supervised(), ref, trainer)
             if self._client is not None:
                 self.loop.run(self._client.holding(*self.weights.target(ref)))
             return []
-
-    def _set_current(self, ref: WeightsRef) -> None:
-        self.serving = ref
-        if ref.written:
-            self.written = ref
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
         """Give the servers `ref`, from the store or from the trainer; without `trainer`, the resident one, restored.
@@ -311,7 +298,7 @@ class Servers:
             trainer = trainer or self.trainer.at(ref.version)
             if self.store_only:
                 log.info("version %d is not in the store, where servers get their weights: writing it", ref.version)
-                self._set_current(ref := write_weights(self.run, trainer, ref.version).ref)
+                self.serving = self.written = ref = write_weights(self.run, trainer, ref.version).ref
         try:
             if ref.written or trainer is None:
                 return self._load(client, ref)
@@ -331,10 +318,7 @@ class Servers:
     def _send(self, client: InferenceClient, trainer: TrainerClient, ref: WeightsRef) -> list[float]:
         """Have the trainer send the weights that it holds, and every server confirm them; seconds per server.
 
-        A server that fails may hold a part of them: it is evicted and restarted.
-
-        Raises:
-            ServerDown: all servers failed.
+        A server that fails may hold a part of them: it is evicted and restarted. ServerDown if all fail.
         """
         started, version, paused = time.monotonic(), ref.version, client.paused
         self.weights.fetched.release_older()

@@ -80,16 +80,12 @@ def spec_of(run: Run, recipe: Recipe, name: str, **more: Any) -> ServiceSpec:
 
 
 def read_spec() -> ServiceSpec:
-    """The specification that the launcher has put into the environment."""
     return ServiceSpec.model_validate_json(os.environ[SPEC])
 
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """From here on, this process logs as all services do. Inside, a UserError ends it with the reason.
-
-    Its exit code is UNAVAILABLE if the store does not answer.
-    """
+    """Log as services do. Inside, a UserError ends the process with its reason, or UNAVAILABLE for the store."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it names each request
     try:
@@ -119,16 +115,13 @@ class BearerAuth:
         self.expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._allowed(scope):
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await JSONResponse({"error": "missing or wrong bearer token"}, status_code=401)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _allowed(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self.expected)
 
 
 def status_in(statuses: Iterable[tuple[type[Exception], int]], error: BaseException) -> int:
@@ -141,10 +134,7 @@ def endpoint(
     status_of: Callable[[Exception], int],
     text_of: Callable[[Exception], str] = str,
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Answers a request with the response of `handle`, or its result as JSON, or {"error": "..."} and a status.
-
-    Errors with status 500 are logged.
-    """
+    """Answers with the response of `handle`, its result as JSON, or `{"error": …}` and a status; logs status 500."""
 
     async def answer(request: Request) -> Response:
         """The response to one request."""
@@ -213,7 +203,6 @@ def serve(app: Starlette, spec: ServiceSpec) -> None:
 
 
 def url_at(spec: ServiceSpec, port: int) -> str:
-    """The address of the service, if it listens on `port`."""
     return f"{'https' if spec.tls else 'http'}://{url_host(spec.address)}:{port}"
 
 

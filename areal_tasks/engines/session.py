@@ -51,12 +51,7 @@ class Engines:
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
         #: The trainer of the policy that generates.
         self.actor = ResidentTrainer(
-            run,
-            trainer_names(recipe),
-            self.supervisor,
-            self.watchdog,
-            self._initial,
-            lambda: self.servers.make_room(),
+            run, trainer_names(recipe), self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
         )
         self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
         self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward)
@@ -127,7 +122,7 @@ class Engines:
         return place_recipe(recipe, gpus, not self.servers.names)
 
     def begin(self) -> None:
-        """Start what needs no weights in the store: trainer, verifiers, possibly servers. Does not wait for them."""
+        """Start what needs no weights in the store: servers only if they can read a model's folder. Does not wait."""
         servers = self.servers
         placement = servers.placement = self._placement(self.recipe)
         if assigned(placement) or not servers.names:  # else the recipe says that there are none
@@ -136,7 +131,12 @@ class Engines:
             servers.transport = choose_transport(self.recipe, placement, bool(servers.external))
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
-        self._start_early()
+        if not isinstance(self.recipe, EvaluateRecipe):
+            self._start_trainer(self.supervisor.start)
+        for name in servers.workers.names:
+            self.supervisor.start(*self._worker(name))
+        if (folder := startable_folder(self.run, self.recipe)) is not None:
+            self._start_servers(self.supervisor.start, folder=folder)
         in_background(self._supervise, "supervise")
         if not isinstance(self.recipe, SftRecipe):
             in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
@@ -170,15 +170,6 @@ class Engines:
         self._start_servers(self.supervisor.start, weights=written)
         for name in self.servers.evaluators.names:  # last: where room is scarce, training comes first
             self.supervisor.start(*self._worker(name))
-
-    def _start_early(self) -> None:
-        """Start what needs no weights in the store: trainer, rollout workers, servers that can read a model folder."""
-        if not isinstance(self.recipe, EvaluateRecipe):
-            self._start_trainer(self.supervisor.start)
-        for name in self.servers.workers.names:
-            self.supervisor.start(*self._worker(name))
-        if (folder := startable_folder(self.run, self.recipe)) is not None:
-            self._start_servers(self.supervisor.start, folder=folder)
 
     def _start_trainer(self, start: Callable[..., None]) -> None:
         """Start the trainer's services; `start` is the supervisor's method `start` or `join`."""

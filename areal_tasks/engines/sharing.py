@@ -23,10 +23,7 @@ class SharedServer(Record):
 
 
 class Serving(Record):
-    """The servers of a run. `versions_unknown`: answers to requests in flight must be discarded.
-
-    `requests`: at most so many in flight on each.
-    """
+    """The servers of a run, with at most `requests` in flight each; `versions_unknown`: answers must be discarded."""
 
     servers: tuple[SharedServer, ...]
     versions_unknown: bool

@@ -42,8 +42,7 @@ def evaluator_names(recipe: Recipe) -> list[str]:
 def startable_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
     """The model's local folder, if SGLang can start on it while the first start of a run copies it into the store.
 
-    Later starts and derived runs begin with weights in a store, and the folder may have changed since. The embedded
-    engine reads only the store.
+    Later starts and derived runs begin with weights in a store, which alone the embedded engine reads.
     """
     if isinstance(recipe, SftRecipe) or recipe.inference.engine != "sglang" or recipe.launcher.network:
         return None

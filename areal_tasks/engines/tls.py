@@ -46,10 +46,7 @@ class Identity:
         return self._signed(other.subject, key, address, False).public_bytes(Encoding.PEM).decode()
 
     def write(self, folder: Path, certificate: str, authority: str = "") -> None:
-        """Write the private key, the certificate that others are shown, and the authority's, if there is one.
-
-        Only this user can read the files.
-        """
+        """Write the private key, the certificate to show, and the authority's; only this user can read them."""
         key = self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         for name, content in ((KEY, key), (CERTIFICATE, certificate.encode()), (AUTHORITY, authority.encode())):
             path = folder / name

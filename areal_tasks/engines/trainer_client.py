@@ -65,7 +65,11 @@ class TrainerClient:
     def heartbeat(self) -> Heartbeat:
         """The trainer's progress, for a watchdog."""
         health, error = self._poll()
-        return Heartbeat(None, error) if health is None else Heartbeat(health.progress, health.describe())
+        if health is None:
+            return Heartbeat(None, error)
+        progress = health.version, health.step, health.done, health.of, health.stored
+        asked = f"; its store has not answered: {health.storing}" if health.storing else ""
+        return Heartbeat(progress, f"it answers: {health.done} of {health.of} samples done{asked}")
 
     def _poll(self) -> tuple[Health | None, str]:
         """The trainer's health, or None and why it is unknown after `HEALTH_SECONDS`."""

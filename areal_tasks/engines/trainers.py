@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -32,6 +32,7 @@ from schemas.manifest import InputRef, IterationCommit, StageManifest, WeightsRe
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ResidentTrainer:
     """The trainer that runs as the services `names`, one on each of its machines. One thread uses it at a time.
 
@@ -40,30 +41,20 @@ class ResidentTrainer:
     `initial` returns the weights of version 0. `make_room` is called before the trainer allocates memory.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        names: Sequence[str],
-        supervisor: Supervisor,
-        watchdog: Watchdog,
-        initial: Callable[[], WeightsRef],
-        make_room: Callable[[], None],
-    ) -> None:
-        self.run = run
-        self.names = names
-        self.supervisor = supervisor
-        self.watchdog = watchdog
-        self.client: TrainerClient | None = None  # of the process that was last used
-        self._initial = initial
-        self._make_room = make_room
-        self._address = ""
-        self._lock = threading.RLock()
-        self._retrained: list[Retrained] = []
-        #: Whether the trainer's weights are those that servers have of its version: not after retraining that differs.
-        self.matches_servers = True
+    run: Run
+    names: Sequence[str]
+    supervisor: Supervisor
+    watchdog: Watchdog
+    initial: Callable[[], WeightsRef]
+    make_room: Callable[[], None]
+    client: TrainerClient | None = None  # of the process that was last used
+    #: Whether the trainer's weights are those that servers have of its version: not after retraining that differs.
+    matches_servers: bool = True
+    _address: str = ""
+    _retrained: list[Retrained] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def close(self) -> None:
-        """Close the connection."""
         if self.client is not None:
             self.client.close()
 
@@ -97,10 +88,7 @@ class ResidentTrainer:
             return client if version in (health.kept, health.version) else self._after(client, train)
 
     def keep(self, train: StageManifest) -> None:
-        """Have the trainer keep a copy of the weights that a train stage made, to train on while they are published.
-
-        If the trainer ends meanwhile, `keeping` makes them again.
-        """
+        """Have the trainer keep a copy of these weights, to train on while they are published: see `keeping`."""
         version = train.iteration + 1
         try:
             with self._locked() as client:
@@ -127,12 +115,12 @@ class ResidentTrainer:
     def discard_policy(self) -> None:
         """Discard the policy in memory, because another writer's train stage was committed instead of this one's."""
         with self._locked() as client:
-            restore(self.run, client, self._initial(), 0)
+            restore(self.run, client, self.initial(), 0)
 
     @contextmanager
     def _locked(self) -> Iterator[TrainerClient]:
         """A connection to the process. Inside, no other thread brings the trainer to another version."""
-        self._make_room()  # without the lock: it may wait for servers, which may wait for this trainer's weights
+        self.make_room()  # without the lock: it may wait for servers, which may wait for this trainer's weights
         with self._lock:
             yield self._connected()
 
@@ -149,7 +137,7 @@ class ResidentTrainer:
         if (held := client.health().version) not in (version, *accepted):
             now = "no policy loaded" if held is None else f"the trainer holds version {held}"
             log.info("%s; restoring version %d", now, version)
-            if (found := restore(self.run, client, self._initial(), version)) is not None:
+            if (found := restore(self.run, client, self.initial(), version)) is not None:
                 self._record(found)
         return client
 
@@ -194,18 +182,21 @@ class Retrained:
 
 
 def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Retrained | None:
-    """Bring the trainer to the policy of `version`, all of whose iterations are committed.
-
-    Returns how the retrained iterations compare with the committed ones; None if none was retrained.
-    """
+    """Bring the trainer to a committed `version`; returns how what was retrained compares, None if nothing was."""
     checkpoint = run.commit(version - 1).checkpoint if version else None
     first = checkpoint.version if checkpoint else 0
     trainer.run(Load(owner=run.owner, version=first, weights=initial, checkpoint=checkpoint), Done)
-    drift = [retrain(run, trainer, k) for k in range(first, version)]
+    source = run
+    while source.record.replay_until and source.parent is not None:  # it does not train: the run that it replays did
+        source = replace(source.parent, owner=run.owner)
+    commits = map(source.commit, range(first, version))
+    drift = [retrain_stage(source, trainer, stage_of(source, commit, "train"), commit) for commit in commits]
     if not drift:
         return None
-    weights = weights_difference(run, trainer, version)
-    found = replace(worst(drift), first=first, iterations=len(drift), weights=weights)
+    ref, apart = written_weights(run, run.commit(version - 1)), None
+    if ref.written:
+        apart = trainer.run(Compare(owner=run.owner, version=version, weights=ref), Compared).difference
+    found = replace(worst(drift), first=first, iterations=len(drift), weights=apart)
     log.log(logging.INFO if found.same else logging.WARNING, "%s", describe(found))
     return found
 
@@ -213,11 +204,9 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
 def describe(found: Retrained) -> str:
     """A line for the log."""
     line = f"retrained {found.iterations} committed iterations; largest difference in a metric: {found.difference:.3g}"
-    where = (
-        f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}" if found.difference else ""
-    )
-    weights = "" if found.weights is None else f"; in a weight: {found.weights:.3g}"
-    return line + where + weights
+    if found.difference:
+        line += f" ({found.metric} of iteration {found.iteration}), in the loss: {found.loss:.3g}"
+    return line if found.weights is None else f"{line}; in a weight: {found.weights:.3g}"
 
 
 def worst(several: Iterable[Retrained]) -> Retrained:
@@ -230,24 +219,10 @@ def worst(several: Iterable[Retrained]) -> Retrained:
     return replace(found, first=longest.first, iterations=longest.iterations)
 
 
-def retrain(run: Run, trainer: TrainerClient, iteration: int) -> Retrained:
-    """Retrain one committed iteration by its recorded plan, and compare its metrics."""
-    run = trained(run)
-    commit = run.commit(iteration)
-    return retrain_stage(run, trainer, stage_of(run, commit, "train"), commit)
-
-
-def trained(run: Run) -> Run:
-    """The run whose train stages made the policy of `run`: for a replay that does not train, the run it replays."""
-    if run.record.replay_until and run.parent is not None:
-        return trained(replace(run.parent, owner=run.owner))
-    return run
-
-
 def retrain_stage(
     run: Run, trainer: TrainerClient, manifest: StageManifest, commit: IterationCommit | None = None
 ) -> Retrained:
-    """As `retrain`, for a train stage whose iteration need not be committed (then without a `commit`)."""
+    """Repeat a train stage by its recorded plan, and compare its metrics. Its iteration need not have a `commit`."""
     done = trainer.run(retrain_command(run, manifest, commit), Trained)
     largest, name = difference(manifest.metrics, done.metrics)
     loss = _distance(manifest.metrics.get("loss", 0.0), done.metrics.get("loss", 0.0))
@@ -274,14 +249,6 @@ def _distance(one: float, other: float | None) -> float:
     return abs(one - other) / max(1.0, abs(one))
 
 
-def weights_difference(run: Run, trainer: TrainerClient, version: int) -> float | None:
-    """The largest difference between the trainer's policy and the weights of `version`; None if they are not stored."""
-    ref = written_weights(run, run.commit(version - 1))
-    if not ref.written:
-        return None
-    return trainer.run(Compare(owner=run.owner, version=version, weights=ref), Compared).difference
-
-
 def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit | None = None) -> Train:
     """The command that repeats the optimizer steps of a committed train stage without writing tables."""
     written = {n: t for ref in manifest.inputs for n, t in read_input(run, ref, commit).tables.items()}
@@ -301,8 +268,7 @@ def retrain_command(run: Run, manifest: StageManifest, commit: IterationCommit |
 def read_input(run: Run, ref: InputRef, commit: IterationCommit | None) -> StageManifest:
     """The manifest of a stage's input, verified by its bytes if `commit` names it, else by its content digest.
 
-    Raises:
-        StoreError: it is not the one that was trained on; the message names the file.
+    StoreError names the file that is not the one that was trained on.
     """
     named = next((stage for stage in commit.stages if stage.path == ref.path), None) if commit else None
     manifest = run.read_manifest(ref.path) if named is None else run.read_stage(named)

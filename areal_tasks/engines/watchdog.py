@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -60,21 +60,12 @@ Poll = Callable[[], Mapping[str, Heartbeat]]
 
 @dataclass
 class _Silence:
-    """A service that the run waits for: its last heartbeat, since when, and after how many seconds to warn.
-
-    The other fields are as in the last `Heartbeat`.
-    """
+    """A service that the run waits for: its last heartbeat and progress, since when, and after how many s to warn."""
 
     progress: object
     since: float
     warn_after: float
-    limit: str = ""
-    work_limit: str = ""
-    says: str = ""
-
-    def ended_by(self, hung: str) -> str:
-        """What ends the wait, where `hung` is what ends a service that hangs."""
-        return self.limit or "; ".join(filter(None, [hung, self.work_limit]))
+    last: Heartbeat
 
 
 @dataclass(eq=False)
@@ -88,28 +79,23 @@ class _Wait:
     silences: dict[str, _Silence] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Two threads that watch everything a run waits for: one the store, which the other may itself have to wait for.
 
-    `end(name, reason)` ends a service; it is called again while the service has not been replaced. `clock` returns
-    seconds, as does the ledger's.
+    `end(name, reason)` ends a service, again until it has been replaced. `clock` returns seconds, as the ledger does.
     """
 
-    def __init__(
-        self,
-        settings: Launcher,
-        end: Callable[[str, str], None],
-        ledger: Ledger = LEDGER,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.settings = settings
-        self.end = end
-        self.clock = clock
-        self.pause = min(LONGEST_PAUSE, min(settings.warn_seconds, settings.hang_seconds) / POLLS)
-        self._ledger = ledger
-        self._warned: dict[int, float] = {}  # store operation -> seconds after which the next warning is due
-        self._waits: dict[int, _Wait] = {}
-        self._closed = threading.Event()
+    settings: Launcher
+    end: Callable[[str, str], None]
+    ledger: Ledger = LEDGER
+    clock: Callable[[], float] = time.monotonic
+    _warned: dict[int, float] = field(default_factory=dict)  # store operation -> seconds until the next warning is due
+    _waits: dict[int, _Wait] = field(default_factory=dict)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.pause = min(LONGEST_PAUSE, min(self.settings.warn_seconds, self.settings.hang_seconds) / POLLS)
         for poll in (lambda: self.check_store(), lambda: self.poll_all()):
             threading.Thread(target=self._run, args=(poll,), name="watchdog", daemon=True).start()
 
@@ -136,22 +122,17 @@ class Watchdog:
         return [wait.what for wait in list(self._waits.values())]
 
     def waits(self, seconds: float) -> list[Waited]:
-        """The waits of at least `seconds`, the longest first. May be called from any thread.
-
-        This process itself is named only if the run waits for no service and no store.
-        """
+        """The waits of at least `seconds`, longest first; this process only if there are no others. For any thread."""
         now, waits = self.clock(), list(self._waits.values())
         hung = f"no progress for {self.settings.hang_seconds:g} s (launcher.hang_seconds)"
         hung = hung if self.settings.type != "inline" else "none for a thread (launcher.type inline)"
         store = f"{self.settings.store_seconds:g} s (launcher.store_seconds); S3: 30 s for an answer, some attempts"
-        found = [
-            *(Waited("the store", one.what, now - one.since, store) for one in self._ledger.in_flight()),
-            *(
-                Waited(name, wait.what, now - wait.since, silence.ended_by(hung), silence.says)
-                for wait in waits
-                for name, silence in list(wait.silences.items())
-            ),
-        ]
+        found = [Waited("the store", one.what, now - one.since, store) for one in self.ledger.in_flight()]
+        for wait in waits:
+            for name, silence in list(wait.silences.items()):
+                last = silence.last
+                limit = last.limit or "; ".join(filter(None, [hung, last.work_limit]))
+                found.append(Waited(name, wait.what, now - wait.since, limit, last.says))
         own = [Waited(THIS_PROCESS, wait.what, now - wait.since, wait.limit or "none") for wait in waits]
         lasting = [w for w in found if w.seconds >= seconds] or [w for w in own if w.seconds >= seconds]
         return sorted(lasting, key=lambda wait: -wait.seconds)
@@ -177,23 +158,20 @@ class Watchdog:
         for name in wait.silences.keys() - heartbeats.keys():
             del wait.silences[name]
         for name, heartbeat in heartbeats.items():
-            self._update(wait, name, heartbeat)
+            self._update(wait, name, replace(heartbeat, limit=heartbeat.limit or wait.limit))
 
     def _update(self, wait: _Wait, name: str, heartbeat: Heartbeat) -> None:
         now, known = self.clock(), wait.silences.get(name)
         if known is None:  # a service without a heartbeat may have been silent since the wait began
             since = wait.since if heartbeat.progress is None else now
-            known = wait.silences[name] = _Silence(heartbeat.progress, since, self.settings.warn_seconds)
+            known = wait.silences[name] = _Silence(heartbeat.progress, since, self.settings.warn_seconds, heartbeat)
         elif heartbeat.progress is not None and heartbeat.progress != known.progress:
             known.progress, known.since, known.warn_after = heartbeat.progress, now, self.settings.warn_seconds
-        known.says, known.limit, known.work_limit = heartbeat.says, heartbeat.limit or wait.limit, heartbeat.work_limit
-        self._act(wait, name, heartbeat, known, now - known.since)
-
-    def _act(self, wait: _Wait, name: str, heartbeat: Heartbeat, known: _Silence, silent: float) -> None:
-        endable = not known.limit and self.settings.type != "inline"
+        known.last, silent = heartbeat, now - known.since
+        endable = not heartbeat.limit and self.settings.type != "inline"
         found = f"{wait.what}: no progress since {_clock(silent)} ({silent:.0f} s); {heartbeat.says}"
         if endable and silent >= self.settings.hang_seconds:
-            known.since, known.warn_after = self.clock(), self.settings.warn_seconds  # for the restarted service
+            known.since, known.warn_after = now, self.settings.warn_seconds  # for the restarted service
             self.end(name, f"hangs at {found}")
         elif silent >= known.warn_after:
             known.warn_after = 2 * max(known.warn_after, silent)
@@ -201,11 +179,8 @@ class Watchdog:
             log.warning("waiting for %s, %s%s", name, found, notice * endable)
 
     def check_store(self) -> None:
-        """Warn of store operations that last long. The store has no heartbeat, so each operation counts by itself.
-
-        One that lasts `launcher.store_seconds` ends this process.
-        """
-        asked, now = self._ledger.in_flight(), self.clock()
+        """Warn of each store operation that lasts long; one that lasts `launcher.store_seconds` ends this process."""
+        asked, now = self.ledger.in_flight(), self.clock()
         for number in self._warned.keys() - {one.number for one in asked}:
             del self._warned[number]
         for one in asked:
@@ -213,9 +188,8 @@ class Watchdog:
             if waited >= after:
                 self._warned[one.number] = 2 * max(after, waited)
                 log.warning("waiting for the store, %s: no answer since %s (%.0f s)", one.what, _clock(waited), waited)
-        self._ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
+        self.ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
 
 
 def _clock(seconds_ago: float) -> str:
-    """The time of day `seconds_ago`."""
     return (datetime.now() - timedelta(seconds=seconds_ago)).strftime("%H:%M:%S")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from areal_tasks.engines.loop_thread import BRIEF_SECONDS, LoopThread
@@ -34,37 +34,28 @@ class Backlog:
     room: int
 
 
+@dataclass(eq=False)
 class Workers:
     """The workers that `recipe` asks for by `names_of`, if the run `generates`, else none. `Engines` starts them.
 
     If a changed recipe asks for fewer, the others leave: each is stopped when it no longer holds groups.
     """
 
-    def __init__(
-        self,
-        names_of: Callable[[Recipe], list[str]],
-        recipe: Recipe,
-        generates: bool,
-        supervisor: Supervisor,
-        watchdog: Watchdog,
-        loop: LoopThread,
-    ) -> None:
-        self.recipe = recipe
-        self._names_of = names_of
-        self._generates = generates
-        self._leaving: list[str] = []
-        self._join: Callable[[str], None] = lambda name: None
-        self._supervisor = supervisor
-        self._watchdog = watchdog
-        self._loop = loop
-        self._manager: Rollouts | None = None
-        self._lock = threading.RLock()  # one thread supervises at a time
-        self._ready: list[Ready] | None = None  # as the manager knows them
+    names_of: Callable[[Recipe], list[str]]
+    recipe: Recipe
+    generates: bool
+    supervisor: Supervisor
+    watchdog: Watchdog
+    loop: LoopThread
+    _leaving: list[str] = field(default_factory=list)
+    _join: Callable[[str], None] = lambda name: None
+    _manager: Rollouts | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # one thread supervises at a time
+    _ready: list[Ready] | None = None  # as the manager knows them
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers that the recipe asks for."""
-        return self._names_of(self.recipe) if self._generates else []
+        return self.names_of(self.recipe) if self.generates else []
 
     def adapt(self, recipe: Recipe, join: Callable[[str], None]) -> None:
         """Change to this recipe. `join` starts a worker that it adds; those that it removes leave."""
@@ -75,21 +66,18 @@ class Workers:
 
     def _join_and_leave(self) -> None:
         """Stop leaving workers that no longer hold groups, and start those that are missing."""
-        running = {name: start for name in self._leaving if (start := self._running(name)) is not None}
+        ready = {name: one for name in self._leaving if (one := self.supervisor.running(name)) is not None}
+        running = {name: (one.url, one.restart) for name, one in ready.items()}
         manager = self._manager
-        empty = self._loop.run(manager.leave(running.values())) if manager and running else running.values()
+        empty = self.loop.run(manager.leave(running.values())) if manager and running else running.values()
         for name in [name for name in self._leaving if running.get(name) in (None, *empty)]:
             log.info("%s leaves the run", name)
             self._leaving.remove(name)
-            self._supervisor.retire(name)
+            self.supervisor.retire(name)
         for name in self.names:
-            if name not in self._supervisor.services:
+            if name not in self.supervisor.services:
                 log.info("%s joins the run", name)
                 self._join(name)
-
-    def _running(self, name: str) -> tuple[str, int] | None:
-        found = self._supervisor.running(name)
-        return None if found is None else (found.url, found.restart)
 
     def serve(self, manager: Rollouts | None) -> None:
         """Have this manager alone lease groups to the workers, once they have started; None: no manager.
@@ -99,26 +87,22 @@ class Workers:
         with self._lock:  # waits for a `supervise` in progress, which may still report to the previous manager
             self._manager, self._ready = manager, None
         if manager is not None:
-            ready(self._supervisor, self._watchdog, self.names)
+            ready(self.supervisor, self.watchdog, self.names)
             self.supervise()
 
     def supervise(self) -> None:
-        """Restart workers that have ended, and report to the manager which ones are ready.
-
-        Raises:
-            ServiceFailed: no worker runs, and `launcher.restarts` are used up.
-        """
+        """Restart ended workers, report the ready ones. ServiceFailed: none runs, `launcher.restarts` are used up."""
         with self._lock:
             if (manager := self._manager) is None:
                 return
             if self._leaving:
                 self._join_and_leave()
             staying = [name for name in self.names if name not in self._leaving]
-            found = self._supervisor.poll(staying, explained=lambda: self._loop.run(manager.explained_ends()))
-            found += [one for name in self._leaving if (one := self._supervisor.running(name)) is not None]
+            found = self.supervisor.poll(staying, explained=lambda: self.loop.run(manager.explained_ends()))
+            found += [one for name in self._leaving if (one := self.supervisor.running(name)) is not None]
             if found != self._ready:
                 self._ready = found
-                self._loop.run(manager.use_workers({(one.url, one.restart) for one in found}))
+                self.loop.run(manager.use_workers({(one.url, one.restart) for one in found}))
 
     def backlog(self) -> Backlog | None:
         """The groups that are under way now; None while no component uses the workers. For any thread."""
@@ -129,7 +113,7 @@ class Workers:
         """Have this manager use the workers no more: it abandons running groups, and finished ones are spooled."""
         try:
             self.serve(None)
-            self._loop.run(manager.close(), BRIEF_SECONDS)
+            self.loop.run(manager.close(), BRIEF_SECONDS)
         except Exception as error:  # another error ended the run, and must not be hidden
             why = str(error) or type(error).__name__
             log.warning("rollout workers did not end in order: groups that are not in the store begin again: %s", why)
@@ -137,5 +121,5 @@ class Workers:
     def heartbeats(self) -> dict[str, Heartbeat]:
         """A heartbeat per worker, by its name. For any thread."""
         manager = self._manager  # another thread may end it meanwhile
-        found = self._loop.run(manager.heartbeats()) if manager is not None else {}
-        return {self._supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}
+        found = self.loop.run(manager.heartbeats()) if manager is not None else {}
+        return {self.supervisor.name_at(url): heartbeat for url, heartbeat in found.items()}

@@ -63,7 +63,7 @@ def published(folder: Path, into: Path, dtype: str) -> Path:
             if ".experts." in name:
                 parameter.neg_()
     snapshot = Snapshot(getattr(torch, dtype))
-    snapshot.take(1, backend.names().to_checkpoint(backend.named_weights()))
+    snapshot.take(1, backend.master.names.to_checkpoint(backend.named_weights()))
     snapshot.save(open_store(into.parent.as_uri()), into.name, {})
     return into
 

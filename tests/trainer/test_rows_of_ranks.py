@@ -16,8 +16,15 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.data.batching import LEFT_OUT, micro_batches
 from areal_tasks.engines.trainer.commands import Train
-from areal_tasks.engines.trainer.plan import Plan, make_plan, passes_of, passes_of_rank, rank_of_samples
-from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
+from areal_tasks.engines.trainer.plan import (
+    Plan,
+    make_plan,
+    passes_of,
+    passes_of_rank,
+    plan_and_batch,
+    plan_and_texts,
+    rank_of_samples,
+)
 from areal_tasks.engines.trainer.rows import PLANNING, text_samples
 from areal_tasks.engines.trainer.service import Trainer
 from areal_tasks.engines.trainer.tables import SharedTables

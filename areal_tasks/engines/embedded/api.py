@@ -6,23 +6,18 @@ from itertools import repeat
 from typing import Any, Final, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, TokenId, make_sequence
 from areal_tasks.engines.ends import Detokenizer
 from schemas.errors import UserError
+from schemas.record import Record
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are no character
 
 
-class Body(BaseModel):
-    """A request body. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Generate(Body):
+class Generate(Record):
     """POST /generate. A list of prompts with one `sampling_params` for all or one for each, answered by a list.
 
     With `stream` it is one prompt, not in a list, answered by events (see `app.stream`).
@@ -35,13 +30,13 @@ class Generate(Body):
     stream: bool = False
 
 
-class Pause(Body):
+class Pause(Record):
     """POST /pause_generation."""
 
     mode: Literal["abort", "in_place"] = "abort"
 
 
-class UpdateWeights(Body):
+class UpdateWeights(Record):
     """POST /update_weights_from_disk. `model_path`: a local folder, or the URL of a weights manifest of the store."""
 
     model_path: str = Field(min_length=1)
@@ -116,10 +111,7 @@ def answer(sequences: list[Sequence], detokenizer: Detokenizer, version: str) ->
 
 
 def partial_answer(now: Sequence, detokenizer: Detokenizer, version: str) -> bytes:
-    """The answer so far to a request for one sample; `now`: a recent copy of the sequence.
-
-    An unfinished text ends before a character that is still incomplete.
-    """
+    """The answer so far to a request for one sample; its text ends before a character that is still incomplete."""
     [text] = _texts([now], detokenizer)
     return orjson.dumps(_item(now, text if now.finish is not None else text.rstrip(REPLACEMENT), version))
 
@@ -143,14 +135,10 @@ def _item(sequence: Sequence, text: str, version: str) -> dict[str, Any]:
 
 
 def _texts(sequences: list[Sequence], detokenizer: Detokenizer) -> list[str]:
+    """Each text up to the end of the stop string that ended it, if one did."""
     texts = detokenizer.texts([one.output for one in sequences])
-    return [_until_stop(one, text) for one, text in zip(sequences, texts, strict=True)]
-
-
-def _until_stop(sequence: Sequence, text: str) -> str:
-    """The text up to the end of the stop string that ended it."""
-    matched = (sequence.finish or {}).get("matched")
-    if not isinstance(matched, str):
-        return text
-    before, found, _ = text.partition(matched)
-    return before + found
+    for i, one in enumerate(sequences):
+        if one.finish is not None and isinstance(matched := one.finish.get("matched"), str):
+            before, found, _ = texts[i].partition(matched)
+            texts[i] = before + found
+    return texts

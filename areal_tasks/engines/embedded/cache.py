@@ -72,13 +72,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no t
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The layers' caches of `rows` sequences of at most `length` tokens."""
+    """The layers' caches of `rows` sequences of at most `length` tokens; `config`: the model's."""
 
-    def __init__(self, layers: int, rows: int, heads: int, length: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, rows: int, length: int, dtype: torch.dtype) -> None:
         nothing = torch.zeros((0, 1), dtype=torch.int64)
         self.window = Window(nothing, nothing, slice(0), 0)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (rows, heads, length, dim)
-        super().__init__(layers=[SlotLayer(self.window, shape, dtype) for _ in range(layers)])
+        super().__init__(layers=[SlotLayer(self.window, shape, dtype) for _ in range(config.num_hidden_layers)])
         self._all = torch.arange(rows)[:, None]
 
     def set_window(self, rows: Int[Tensor, " n"] | None, positions: Int[Tensor, "n t"], length: int) -> None:
@@ -89,7 +91,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         at.positions, at.length = positions, length
 
     def copy(self, sources: Int[Tensor, " n"], targets: Int[Tensor, " n"], length: int) -> None:
-        """Copy the first `length` positions of rows `sources` to rows `targets`."""
         for layer in self.layers:
             layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
             layer.values[targets, :, :length] = layer.values[sources, :, :length]

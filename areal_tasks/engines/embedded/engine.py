@@ -86,7 +86,6 @@ class Engine:
         return self._command(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        """Continue after a pause."""
         return self._command(self._resume)
 
     def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
@@ -132,16 +131,13 @@ class Engine:
                 while not self._stop:
                     self._turn()
         except Exception as error:
-            self._break_down(error)
+            log.exception("the engine's thread failed")
+            self.failure = f"the engine failed: {error!r}; see the server's log"
+            self._fail_all(RuntimeError(self.failure))
+            if self._on_failure is not None:
+                self._on_failure()
         self.failure = self.failure or "the engine was closed"
         self._run_commands()
-
-    def _break_down(self, error: Exception) -> None:
-        log.exception("the engine's thread failed")
-        self.failure = f"the engine failed: {error!r}; see the server's log"
-        self._fail_all(RuntimeError(self.failure))
-        if self._on_failure is not None:
-            self._on_failure()
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -218,7 +214,6 @@ class Engine:
         self._choose(rows, logits[owner], rows)
 
     def _decode(self) -> None:
-        """One token for every active slot."""
         if not self._queue and not self._prefills:
             self._compact()
         slots, shapes = self._slots, self.runner.shapes
@@ -255,12 +250,14 @@ class Engine:
         self._advance(active, tokens, logprobs)
 
     def _advance(self, rows: Rows, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append the tokens; finish what ended."""
         stopped, full = self._slots.accept(rows, tokens, logprobs)
         for slot in stopped.tolist():
             self._finish_slot(slot, {"type": "stop", "matched": int(self._slots.token[slot])})
         for slot in self._slots.special.intersection(rows.tolist()):
-            self._finish_at_string(slot)
+            if stops := self._slots.owner[slot].params.stop:
+                found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
+                if found is not None:
+                    self._finish_slot(slot, {"type": "stop", "matched": found})
         for slot in full.tolist():
             if slot in self._slots.owner:  # no stop string has ended it
                 self._finish_slot(slot, {"type": "length", "length": self._slots.owner[slot].limit})
@@ -268,13 +265,6 @@ class Engine:
             if self._slots.owner[slot].listener is not None:
                 self._slots.flush(slot, self.version)
                 self._slots.owner[slot].notify()
-
-    def _finish_at_string(self, slot: int) -> None:
-        if not (stops := self._slots.owner[slot].params.stop):
-            return
-        found = self.detokenizer.find_stop(self._slots.tail(slot, tail_length(stops)), stops)
-        if found is not None:
-            self._finish_slot(slot, {"type": "stop", "matched": found})
 
     def _finish_slot(self, slot: int, reason: dict[str, object]) -> None:
         sequence = self._slots.owner[slot]
@@ -319,17 +309,7 @@ class Engine:
     def _resume(self) -> None:
         self.paused = False
 
-    def _retract(self) -> None:
-        """Put all running sequences back at the front of the queue."""
-        back = self._cancel_prefills()
-        for slot in np.flatnonzero(self._slots.active).tolist():
-            back.append(self._slots.owner[slot])
-            self._slots.flush(slot, self.version)
-            self._slots.release(slot)
-        self._requeue(back)
-
     def _cancel_prefills(self) -> list[Sequence]:
-        """Cancel all unfinished prefills; returns their sequences."""
         for slot in [slot for p in self._prefills for slot in p.slots]:
             self._slots.release(slot)
         sequences = [s for p in self._prefills for s in p.sequences]
@@ -340,12 +320,13 @@ class Engine:
         self._queue.extendleft(reversed(share_prompts(sequences)))
 
     def _update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> None:
-        if keep_cache:
-            self._requeue(self._cancel_prefills())  # one version must compute a whole prompt
-            for slot in np.flatnonzero(self._slots.active).tolist():
-                self._slots.flush(slot, self.version)
-        else:
-            self._retract()
+        back = self._cancel_prefills()  # one version must compute a whole prompt
+        for slot in np.flatnonzero(self._slots.active).tolist():
+            self._slots.flush(slot, self.version)
+            if not keep_cache:
+                back.append(self._slots.owner[slot])
+                self._slots.release(slot)
+        self._requeue(back)
         self.runner.load_weights(weights)
         self.version = version
         self._slots.stale |= self._slots.active

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -19,15 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_tasks.engines.embedded.api import (
-    Generate,
-    Pause,
-    UpdateWeights,
-    answer,
-    open_request,
-    parse,
-    partial_answer,
-)
+from areal_tasks.engines.embedded.api import Generate, Pause, UpdateWeights, answer, open_request, parse, partial_answer
 from areal_tasks.engines.embedded.engine import Engine
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
@@ -80,13 +73,13 @@ def main() -> None:
         serve(make_app(spec, on_failure), spec)
 
 
+@dataclass
 class Server:
     """The HTTP routes of one engine."""
 
-    def __init__(self, engine: Engine, store: Store) -> None:
-        self.engine = engine
-        self.store = store
-        self.updating = asyncio.Lock()
+    engine: Engine
+    store: Store
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -213,19 +206,12 @@ async def _events(engine: Engine, sequence: Sequence) -> AsyncIterator[bytes]:
     engine.submit([sequence]).add_done_callback(lambda f: put(f.exception() or sequence))
     latest: Sequence | BaseException | None = None
     while latest is None or (isinstance(latest, Sequence) and latest.finish is None):
-        latest = await _newest(updates)
-        yield b"data: " + _event(engine, latest) + b"\n\n"
+        latest = await updates.get()
+        while not updates.empty():
+            latest = updates.get_nowait()
+        if isinstance(latest, Sequence):
+            data = partial_answer(latest, engine.detokenizer, engine.version)
+        else:
+            data = orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})
+        yield b"data: " + data + b"\n\n"
     yield b"data: [DONE]\n\n"
-
-
-async def _newest(updates: asyncio.Queue[Sequence | BaseException]) -> Sequence | BaseException:
-    newest = await updates.get()
-    while not updates.empty():
-        newest = updates.get_nowait()
-    return newest
-
-
-def _event(engine: Engine, latest: Sequence | BaseException) -> bytes:
-    if isinstance(latest, Sequence):
-        return partial_answer(latest, engine.detokenizer, engine.version)
-    return orjson.dumps({"error": {"message": str(latest), "code": status_of(latest)}})

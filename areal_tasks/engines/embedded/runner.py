@@ -68,14 +68,15 @@ class Runner:
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.rows = round_up(slots, ROW_MULTIPLE)  # padding rows write to the row after these
         self.capacity = round_up(self.max_length, ROW_MULTIPLE)
-        self.cache = _allocate(self.model.config, self.rows + 1, self.capacity, dtype)
+        self.cache = SlotCache(self.model.config, self.rows + 1, self.capacity, dtype)
         self.shapes = Shapes(
             ladder(ROW_MULTIPLE, self.rows),
             ladder(32, self.capacity),
             {chunk: ladder(1, min(PREFILL_TOKENS // chunk, self.rows)) for chunk in (SHORT_CHUNK, CHUNK)},
         )
         self._range = torch.arange(self.capacity)
-        self._given = {_cache_argument(self.model): self.cache}
+        takes = inspect.signature(self.model.forward).parameters  # newer versions warn of the older name in each pass
+        self._given = {"cache" if "cache" in takes else "past_key_values": self.cache}
         held = Names(self.model, stored_names(folder)).check(folder).tied.values()  # names a tied weight once
         self._held = {name: tensor for name, tensor in self.model.state_dict().items() if name in set(held)}
 
@@ -134,16 +135,8 @@ class Runner:
             parameter.copy_(weights[name])
 
 
-def _cache_argument(model: Any) -> str:
-    """What transformers calls the cache: newer versions warn in each pass that is given the older name."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def read_weights_folder(folder: Path, model: Any) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder under the names that `model` has for them.
-
-    Raises UserError if the folder holds no readable weights, or not exactly those of the model.
-    """
+    """A Hugging Face folder's tensors by the names of `model`. UserError: unreadable, or not exactly the model's."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no *.safetensors file; name a Hugging Face model folder")
@@ -161,11 +154,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     try:
         with BUILDING:
             model = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                use_safetensors=True,
-                trust_remote_code=False,
+                str(folder), dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True, trust_remote_code=False
             )
     except (OSError, ValueError, SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"the model in {folder} cannot be loaded: {error}") from error
@@ -187,14 +176,6 @@ def _context(config: Any, max_length: int) -> int:
     return context
 
 
-def _allocate(config: Any, rows: int, length: int, dtype: torch.dtype) -> SlotCache:
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return SlotCache(
-        config.num_hidden_layers, rows, getattr(config, "num_key_value_heads", None) or heads, length, dim, dtype
-    )
-
-
 # ── deterministic mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -204,10 +185,9 @@ LAYERS: Final = 2
 def proven_shapes(runner: Runner) -> Shapes:
     """The shapes of `runner` whose rows are bitwise identical to those of the largest. Uses the cache, and clears it.
 
-    The machine determines which matrix kernels run, and from how many rows on they treat each row alike. So this is
-    measured at the start, with the running model. (With AVX-512 nearly all shapes are equal; attention that reads 256
-    positions is not, since the matrix library sums so many in another order.) Two layers suffice, since a model's
-    layers have the same shapes.
+    The machine determines which matrix kernels run, and from how many rows on they treat each row alike: so this is
+    measured. (With AVX-512 nearly all shapes are equal; attention that reads 256 positions is not, since the matrix
+    library sums so many in another order.) Two layers suffice, since a model's layers have the same shapes.
     """
     old, positions = runner.shapes, min(16, runner.capacity)
     with _shallow(runner):

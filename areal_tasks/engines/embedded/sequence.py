@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from areal_tasks.data.sampler import GOLDEN, mix64
+from schemas.record import Record
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -24,13 +25,11 @@ MAX_STOPS: Final = 64
 T = TypeVar("T")
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Record):
     """SGLang's `sampling_params`, without those that a trainer cannot reproduce: they are refused.
 
     Texts hold all tokens that were sampled: `no_stop_trim` cannot be turned off.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     max_new_tokens: int = Field(128, ge=1)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
@@ -79,10 +78,7 @@ class Sequence:
         return len(self.given) - len(self.scores) + self.limit - len(self.output)
 
     def record(self, tokens: list[int], logprobs: list[float], version: str, stale_kv: bool) -> None:
-        """Append tokens that were sampled with `version`; `stale_kv`: older weights computed some of the cache.
-
-        The first ones are those that were given.
-        """
+        """Append tokens (given ones first) sampled with `version`; `stale_kv`: some cache is of older weights."""
         given = min(len(self.given) - len(self.scores), len(tokens))
         self.scores += logprobs[:given]
         if sampled := tokens[given:]:
@@ -127,7 +123,6 @@ class Batch:
         return len(self.tokens) - 1 - self.cursor
 
     def split(self, n: int) -> tuple[Batch, Batch]:
-        """The first `n` sequences, and the others."""
         return Batch(self.tokens, self.sequences[:n]), Batch(self.tokens, self.sequences[n:])
 
 
@@ -171,8 +166,7 @@ def sample(
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """Tokens and their log-probabilities, log_softmax(logits / temperature) over the whole vocabulary.
 
-    Temperature 0 is greedy; its log-probabilities are taken at temperature 1. Tokens that are `given` (others are -1)
-    are not sampled.
+    Temperature 0 is greedy; its log-probabilities are taken at temperature 1. Those not -1 are `given`, not sampled.
     """
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / temperature.masked_fill(greedy, 1.0)[:, None], dim=-1)

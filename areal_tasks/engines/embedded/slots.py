@@ -33,7 +33,6 @@ class Slots:
 
     @property
     def vacancies(self) -> int:
-        """How many slots are free."""
         return len(self._free)
 
     def take(self, sequence: Sequence) -> int:
@@ -50,18 +49,14 @@ class Slots:
         self.stale[slot] = False
         self.limit[slot] = sequence.left
         self.position[slot] = len(sequence.so_far()) - 1
-        self._set_stops(slot, sequence.stop_ids)
+        stops, width = len(sequence.stop_ids), self.stop_ids.shape[1]
+        if stops > width:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, stops - width)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, :stops] = sorted(sequence.stop_ids)
         if sequence.params.stop or sequence.listener is not None or sequence.given:
             self.special.add(slot)
         return slot
-
-    def _set_stops(self, slot: int, stop_ids: frozenset[int]) -> None:
-        if len(stop_ids) > self.stop_ids.shape[1]:
-            wider = np.full((len(self.stop_ids), len(stop_ids)), -1, np.int64)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
 
     def release(self, slot: int) -> None:
         """Free a slot, also in the middle of its sequence."""
@@ -118,7 +113,6 @@ class Slots:
         self.count[slot] = 0
 
     def tail(self, slot: int, n: int) -> list[int]:
-        """The last `n` tokens of the sequence's output."""
         count = int(self.count[slot])
         recent: list[int] = self.tokens[slot, max(count - n, 0) : count].tolist()
         missing = n - len(recent)

@@ -13,28 +13,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 
+from areal_tasks.engines import service
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.fetching import local_weights, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
 from areal_tasks.engines.ports import hold_port
-from areal_tasks.engines.service import (
-    TOKEN,
-    ModelFolder,
-    ServiceSpec,
-    as_service,
-    exit_at_sigterm,
-    read_spec,
-    register,
-    url_at,
-)
 from areal_tasks.engines.sglang.child import GUARD
-from areal_tasks.engines.sglang.command import arguments, environment, server_index
+from areal_tasks.engines.sglang.command import arguments, environment
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
 from areal_tasks.processes import adopt_orphans, end_descendants
@@ -57,10 +48,10 @@ def main() -> None:
     """Run one SGLang server until it ends; exits with its code, or with the reason why it could not start."""
     adopt_orphans()
     watch_lifeline(end_sglang)
-    exit_at_sigterm()
-    with as_service():
+    service.exit_at_sigterm()
+    with service.as_service():
         try:
-            code = run(read_spec(), os.environ[TOKEN])
+            code = run(service.read_spec(), os.environ[service.TOKEN])
         finally:
             end_sglang()
     sys.exit(code)
@@ -72,24 +63,24 @@ def end_sglang() -> None:
     remove_unused()
 
 
-def run(spec: ServiceSpec, token: str) -> int:
+def run(spec: service.ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
     first_port = Inference.model_validate(spec.recipe["inference"]).first_port
     with choose_port(first_port, spec.name, spec.address) as held:  # SGLang listens only once it has loaded its model
         port = held.getsockname()[1]
-        url = url_at(spec, port)
+        url = service.url_at(spec, port)
         access = Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
         with first_weights(spec) as folder:
             child, ready = start_within_attempts(spec, arguments(spec, folder, port), url, access)
         if ready:
-            register(spec, url)
+            service.register(spec, url)
         code = child.wait()
     log.error("SGLang ended with %d", code)
     return code if code > 0 else 128 - code
 
 
 def start_within_attempts(
-    spec: ServiceSpec, command: Sequence[str], url: str, access: Access
+    spec: service.ServiceSpec, command: Sequence[str], url: str, access: Access
 ) -> tuple[subprocess.Popen[bytes], bool]:
     """Start SGLang. Returns its process and whether it is ready, once it is or has ended before that.
 
@@ -98,7 +89,13 @@ def start_within_attempts(
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
-        used, child = memory_used(spec.gpus), start(command, spec)
+        used, private = memory_used(spec.gpus), Path(tempfile.mkdtemp(prefix="rendezvous-"))
+        own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}  # it ends with this process
+        child = subprocess.Popen(
+            [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
+            env=environment(os.environ, private, spec.address) | own,
+            stdin=subprocess.DEVNULL,
+        )
         if ready := wait_until_ready(child, url, access):
             break
         end_descendants()  # its remaining processes hold memory
@@ -109,19 +106,9 @@ def start_within_attempts(
     return child, ready
 
 
-def start(command: Sequence[str], spec: ServiceSpec) -> subprocess.Popen[bytes]:
-    """SGLang, which ends with this process."""
-    own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}
-    return subprocess.Popen(
-        [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-        env=environment(os.environ, Path(tempfile.mkdtemp(prefix="rendezvous-")), spec.address) | own,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def choose_port(first: int, name: str, address: str) -> socket.socket:
     """Holds a free port at this address, or the one that `inference.first_port` gives this server."""
-    port = first + server_index(name) if first else 0
+    port = first + int(name.rpartition("-")[2]) if first else 0  # for `inference-3` the fourth
     try:
         return hold_port(port, address)
     except (OSError, OverflowError) as error:
@@ -135,9 +122,10 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, access: Access) -
     started = reported = time.monotonic()
     with httpx.Client(headers=access.headers, verify=access.trust, timeout=HEALTH_SECONDS, trust_env=False) as client:
         while child.poll() is None:
-            if _healthy(client, url):
-                log.info("SGLang is ready after %.1f s", time.monotonic() - started)
-                return True
+            with suppress(httpx.HTTPError):
+                if client.get(f"{url}/health_generate").status_code == 200:
+                    log.info("SGLang is ready after %.1f s", time.monotonic() - started)
+                    return True
             if time.monotonic() - reported > PROGRESS_SECONDS:
                 reported = time.monotonic()
                 log.info("SGLang has been starting for %.0f s", reported - started)
@@ -145,24 +133,15 @@ def wait_until_ready(child: subprocess.Popen[bytes], url: str, access: Access) -
     return False
 
 
-def _healthy(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(f"{url}/health_generate").status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 # ── the weights it starts with ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def first_weights(spec: ServiceSpec) -> Iterator[Path]:
+def first_weights(spec: service.ServiceSpec) -> Iterator[Path]:
     """A local folder with the weights that `spec` names, which SGLang reads inside this context.
 
-    They are those of a store, or the model's own folder while it is copied into the store.
-
-    Raises:
-        UserError: it names none. On leaving: the bytes in the folder are not the intended ones.
+    They are those of a store, or the model's own folder while it is copied into the store. UserError: it names none;
+    or, on leaving, the bytes in the folder are not the intended ones.
     """
     if spec.weights is not None:
         store = open_store(spec.store_url)
@@ -172,16 +151,11 @@ def first_weights(spec: ServiceSpec) -> Iterator[Path]:
     if spec.folder is None:
         raise UserError("the inference server was given no weights; publish version 0 first")
     yield link_wanted(Path(spec.folder.path), Path(tempfile.mkdtemp(prefix="weights-")))
-    check_unchanged(spec.folder)
-
-
-def check_unchanged(folder: ModelFolder) -> None:
-    """Raise UserError if a file of the folder has changed: SGLang may have read other bytes than the store has."""
-    now = file_states(Path(folder.path))
-    changed = sorted(name for name in now.keys() | folder.files.keys() if now.get(name) != folder.files.get(name))
-    if changed:
+    now, before = file_states(Path(spec.folder.path)), spec.folder.files
+    changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+    if changed:  # SGLang may have read other bytes than the store has
         raise UserError(
-            f"model.path: {changed[0]} in {folder.path} was changed while the run started with it; run again "
+            f"model.path: {changed[0]} in {spec.folder.path} was changed while the run started with it; run again "
             "under another name once the folder is complete"
         )
 

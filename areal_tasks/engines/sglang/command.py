@@ -96,8 +96,3 @@ def environment(inherited: Mapping[str, str], private: Path, address: str = HOST
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
     rendezvous = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
     return group_interface(address) | kept | SET | rendezvous
-
-
-def server_index(name: str) -> int:
-    """The number at the end of `inference-3`."""
-    return int(name.rpartition("-")[2])

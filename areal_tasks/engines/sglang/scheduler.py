@@ -1,7 +1,6 @@
 """What arealflow changes in the process that runs the model of an SGLang server.
 
-That process records the weights that sample tokens (`token_weights`), begins samples in batches, and scores given
-tokens first.
+It records the weights that sample tokens (`token_weights`), begins samples in batches, and scores given tokens first.
 
 With η > 0 samples wait in SGLang's queue. When one ends, the next could begin, but its prefill interrupts the decoding
 of all others. So samples begin in batches: when a tenth of the slots is free (`command.BATCHED_STARTS`). SGLang 0.5.17

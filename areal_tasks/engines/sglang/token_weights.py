@@ -2,9 +2,8 @@
 
 SGLang 0.5.17 reports one weights version per answer, the one current at its end. Here its scheduler, which runs the
 model and loads weights in one thread, records at which token of a request the weights change, in the per-token data
-that SGLang adds to the answer (`customized_info`). It does nothing for other tokens, since with a small model the
-scheduler's thread limits the speed. The answer reports this as the embedded server does (`weight_versions`,
-`stale_kv`).
+that SGLang adds to the answer (`customized_info`), and does nothing for other tokens: with a small model its thread
+limits the speed. The answer reports this as the embedded server does (`weight_versions`, `stale_kv`).
 
 Each request gets the version current at its arrival as the name of its prefix cache (`extra_key`). Under the name v are
 keys and values of weights v or newer, so that a request never reuses those of weights older than its name, and all

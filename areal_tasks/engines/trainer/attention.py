@@ -10,7 +10,7 @@ import inspect
 from typing import Any, Final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -38,11 +38,7 @@ def training_attention(
     max_length_q: int = 0,
     **options: Any,
 ) -> tuple[Float[Tensor, "n length heads value_dim"], None]:
-    """Transformers' attention interface. With `cu_seq_lens_q` the single row holds packed samples with these bounds.
-
-    Raises:
-        UserError: the model needs a kind of attention that is not supported.
-    """
+    """Transformers' interface; with `cu_seq_lens_q`, of one row of packed samples. UserError if not supported."""
     if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
         raise UserError(
             f"the trainer does not support this model's kind of attention ({type(module).__name__}): use another model"
@@ -95,18 +91,15 @@ def causal(
     window: int | None,
 ) -> Float[Tensor, "n heads length value_dim"]:
     """Every position attends to itself and earlier ones, at most `window` in total."""
-    length = query.shape[2]
-    mask = None if window is None or length <= window else _band(length, window, query.device)
+    length, mask = query.shape[2], None
+    if window is not None and length > window:
+        at = torch.arange(length, device=query.device)
+        behind = at[:, None] - at
+        mask = (behind >= 0) & (behind < window)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
-
-
-def _band(length: int, window: int, device: torch.device) -> Bool[Tensor, "length length"]:
-    at = torch.arange(length, device=device)
-    behind = at[:, None] - at
-    return (behind >= 0) & (behind < window)
 
 
 AttentionInterface.register(NAME, training_attention)

@@ -140,11 +140,8 @@ def _causes() -> Iterator[None]:
 def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_there) -> Progress:
     """Restore what a `Saving` wrote, bitwise, into the tensors of `parameters`.
 
-    `folder` holds METADATA at least; the files that this rank reads are fetched.
-
-    Raises:
-        UserError: the checkpoint belongs to another model, is damaged, cannot be fetched, or holds more than tensors.
-        Exception: memory ran out, or a disk failed.
+    `folder` holds METADATA at least; the files that this rank reads are fetched. UserError: the checkpoint is of
+    another model, is damaged, cannot be fetched, or holds more than tensors. Others: memory ran out, or a disk failed.
     """
     rng, counts = torch.get_rng_state(), torch.zeros(2, dtype=torch.int64)
     state = {"parameters": parameters, "rng": rng, "progress": counts}

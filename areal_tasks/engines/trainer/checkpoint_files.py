@@ -7,8 +7,7 @@ DCP's own reader reads them. Its writer would copy every tensor into new pageabl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -41,8 +40,7 @@ Piece = tuple[WriteItem, Tensor]
 class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
     """DCP's planner, with tensors split into pieces of at most PIECE_BYTES (or one row if that is larger).
 
-    What every rank reads is written by the first one. DCP would spread it over the files of all ranks, so that every
-    machine would need nearly all files to restore its share.
+    The first rank writes what every rank reads. Else every machine would need nearly all files to restore its share.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -68,21 +66,16 @@ class PiecesPlanner(DefaultSavePlanner):  # type: ignore[misc]
             return [item]
         rows = item.tensor_data.chunk.sizes[0]
         parts = self.lookup_object(item.index).split(max(PIECE_BYTES * rows // _size(item), 1))
-        cut, at = [], 0
+        first, *others = item.tensor_data.chunk.offsets
+        cut = []
         for part in parts:
-            piece = _piece(item, at, part)
-            self.pieces[piece.index] = part
-            cut.append(piece)
-            at += len(part)
+            offsets = torch.Size([first, *others])
+            index = MetadataIndex(item.index.fqn, offsets)
+            data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, part.shape))
+            self.pieces[index] = part
+            cut.append(replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
+            first += len(part)
         return cut
-
-
-def _piece(item: WriteItem, at: int, part: Tensor) -> WriteItem:
-    """The item for `part`, which begins `at` rows after the beginning of `item`."""
-    first, *others = item.tensor_data.chunk.offsets
-    offsets = torch.Size([first + at, *others])
-    data = replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, part.shape))
-    return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def _is_for_all(item: WriteItem) -> bool:
@@ -114,8 +107,10 @@ def write_files(folder: Path, prefix: str, pieces: Sequence[Piece], put: Put, th
     """Write `pieces` into files of `folder` whose names begin with `prefix`, each byte once; `put` each file."""
     for_all = [piece for piece in pieces if _is_for_all(piece[0])]
     others = [piece for piece in pieces if not _is_for_all(piece[0])]
-    shares = [share for share in (for_all, *_distributed(others)) if share]
-    named = [(f"{prefix}{n}{DEFAULT_SUFFIX}", share) for n, share in enumerate(shares)]
+    others.sort(key=lambda piece: _size(piece[0]), reverse=True)
+    files = min(max(sum(_size(item) for item, _ in others) // FILE_BYTES, 1), MOST_FILES)
+    shares = [for_all, *(others[share::files] for share in range(files))]  # of about FILE_BYTES
+    named = [(f"{prefix}{n}{DEFAULT_SUFFIX}", share) for n, share in enumerate(filter(None, shares))]
 
     def write(one: tuple[str, Sequence[Piece]]) -> list[Hashed]:
         written = _write_file(folder, *one)
@@ -123,13 +118,6 @@ def write_files(folder: Path, prefix: str, pieces: Sequence[Piece], put: Put, th
         return written
 
     return [result for of_file in parallel(write, named, threads) for result in of_file]
-
-
-def _distributed(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in shares of about FILE_BYTES, which take turns by size."""
-    largest_first = sorted(pieces, key=lambda piece: _size(piece[0]), reverse=True)
-    shares = min(max(sum(_size(item) for item, _ in pieces) // FILE_BYTES, 1), MOST_FILES)
-    return [largest_first[share::shares] for share in range(shares)]
 
 
 def _write_file(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Hashed]:
@@ -140,23 +128,16 @@ def _write_file(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Hashed
         sink = _Sink(file)
         for _, tensor in pieces:
             start = sink.length
-            with _cause_of_disk():
+            try:
                 torch.save(with_own_storage(tensor.cpu().contiguous()), cast(Any, sink))
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # the disk's; torch.save hides it behind one of its own
+                    raise error.__context__ from None
+                raise
             places.append(_StorageInfo(name, start, sink.length - start))
     digest = sink.sha256.hexdigest()
     written = zip(pieces, places, strict=True)
     return [Hashed(item.index, at.length, at, digest, sink.length) for (item, _), at in written]
-
-
-@contextmanager
-def _cause_of_disk() -> Iterator[None]:
-    """If the disk refuses a write, raise its OSError: torch.save hides it behind an error about its own format."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
 
 
 class _Sink:
@@ -217,7 +198,8 @@ class Copies:
         return copies
 
     def _copy(self, tensor: Tensor, block: int, at: int) -> Tensor:
-        return _at(self.blocks[block][at:], tensor).copy_(tensor, non_blocking=True)
+        memory = self.blocks[block][at : at + tensor.nbytes]
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -230,11 +212,6 @@ def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         places.append((len(blocks) - 1, blocks[-1]))
         blocks[-1] += -(-size // _ALIGNED) * _ALIGNED
     return places, blocks
-
-
-def _at(memory: Tensor, tensor: Tensor) -> Tensor:
-    """The beginning of `memory`, as a tensor like `tensor`."""
-    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:

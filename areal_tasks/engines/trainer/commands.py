@@ -40,15 +40,11 @@ class Train(Command):
     digest: str = Field(description="key of the input: a retry with the same version and digest makes no second step")
     kind: Literal["grpo", "sft"]
     iteration: int = Field(ge=0)
-    recipe: dict[str, Any] | None = Field(
-        None, description="of this iteration; none: the recipe that the trainer was started with"
-    )
+    recipe: dict[str, Any] | None = None  # of this iteration; None: the one that the trainer was started with
     tables: dict[str, TableRef] = Field(description="grpo: rollout, advantage and perhaps reference; sft: batch")
     plan: TableRef | None = Field(None, description="train_samples of the committed iteration, to repeat its batches")
     prefix: str | None = Field(None, description="where the tables are written; none: a retrain, which writes nothing")
-    same_attempt: bool = Field(
-        True, description="whether servers sampled the tokens of this version with the weights that the trainer holds"
-    )
+    same_attempt: bool = True  # whether servers sampled tokens of this version with the weights that the trainer holds
 
 
 class Logprobs(Command):
@@ -168,16 +164,6 @@ class Health(Record):
     of: int = 0
     stored: int = 0
     storing: str = ""
-
-    @property
-    def progress(self) -> tuple[int | None, ...]:
-        """Values that change while a command makes progress."""
-        return self.version, self.step, self.done, self.of, self.stored
-
-    def describe(self) -> str:
-        """A command's progress as text."""
-        asked = f"; its store has not answered: {self.storing}" if self.storing else ""
-        return f"it answers: {self.done} of {self.of} samples done{asked}"
 
 
 #: The type of each command, by its name.

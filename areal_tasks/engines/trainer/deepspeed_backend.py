@@ -1,8 +1,7 @@
 """The `deepspeed` backend: ZeRO splits optimizer state (stage 1), gradients (2) and weights (3) over the ranks.
 
-At stage 0, which splits nothing, `ReplicatedBackend` takes its place.
-
-DeepSpeed's own operators are not used: the optimizer is torch's AdamW, as in the other backends; nothing is compiled.
+At stage 0, which splits nothing, `ReplicatedBackend` takes its place. DeepSpeed's own operators are not used: the
+optimizer is torch's AdamW, as in the other backends; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -26,15 +25,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it, also of a single process
 
 import deepspeed
-from deepspeed.utils import (
-    logger as deepspeed_logger,
-)
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from deepspeed import utils
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Which, all_there
@@ -54,11 +45,7 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """AdamW that steps only while `open`.
-
-    DeepSpeed sums, clips and clears gradients in the same call as the step, so only the optimizer itself can skip an
-    unwanted step.
-    """
+    """AdamW that steps only while `open`: DeepSpeed sums, clips and clears gradients in the same call as the step."""
 
     open = False
 
@@ -82,7 +69,7 @@ class DeepSpeedBackend(LocalBackend):
         self.models: dict[Which, Any] = {}  # the policy inside DeepSpeed's engine
         self.mesh = init_device_mesh("cpu", (self.world,))  # checkpoints are assembled in host memory
         self.gradients = False  # a minibatch's passes are done, its step is not
-        deepspeed_logger.setLevel(logging.WARNING)
+        utils.logger.setLevel(logging.WARNING)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would have to be compiled
 
     def load(self, weights: Path, seed: int) -> None:
@@ -150,8 +137,8 @@ class DeepSpeedBackend(LocalBackend):
 
     def _read(self, parameter: Tensor) -> Parameter:
         """This rank's rows of a parameter's fp32 weight and state; DeepSpeed gathers each whole on all ranks."""
-        full = {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-        full["weight"] = safe_get_full_fp32_param(parameter)
+        full = {key: utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+        full["weight"] = utils.safe_get_full_fp32_param(parameter)
         return {"step": self._counts()[0].cpu().clone(), **{key: self._rows(tensor) for key, tensor in full.items()}}
 
     def _empty(self, parameter: Tensor) -> Parameter:
@@ -175,9 +162,9 @@ class DeepSpeedBackend(LocalBackend):
         for count in self._counts():
             count.copy_(rows["step"])
         for key in MOMENTS:
-            safe_set_full_optimizer_state(parameter, whole(rows[key]).to(self.device), key)
+            utils.safe_set_full_optimizer_state(parameter, whole(rows[key]).to(self.device), key)
         weight = whole(rows["weight"]).to(self.device)
-        safe_set_full_fp32_param(parameter, weight)
+        utils.safe_set_full_fp32_param(parameter, weight)
         with self._gathered(parameter, modified=True):
             parameter.data.copy_(weight)
 

@@ -24,10 +24,9 @@ class Declined(UserError):
 
 
 class Fence(Generic[T]):
-    """Holds the highest owner seen, the version held and the last change.
+    """Holds the highest owner seen, the version held and the last change. Owners may be admitted from any thread.
 
-    Changes are made from the service's single command thread, so a retry that arrives while the original is running
-    waits for it and then recalls its result. Owners may be admitted from any thread.
+    Changes are made from the service's single command thread: a retry waits for the original and recalls its result.
     """
 
     def __init__(self) -> None:
@@ -37,22 +36,14 @@ class Fence(Generic[T]):
         self._lock = threading.Lock()
 
     def admit(self, owner: int) -> None:
-        """Accept `owner`; lower owners are refused from now on.
-
-        Raises:
-            Superseded: a higher owner was admitted before.
-        """
+        """Accept `owner`; lower ones are refused from now on, as Superseded."""
         with self._lock:
             if owner < self.owner:
                 raise Superseded(f"start #{owner} of this run was superseded by start #{self.owner}")
             self.owner = owner
 
     def expect(self, version: int) -> None:
-        """Check that the trainer holds `version`.
-
-        Raises:
-            StaleCommand: it holds another version, or none.
-        """
+        """StaleCommand if the trainer holds another version than `version`, or none."""
         if self.version is None:
             raise StaleCommand(f"version {version} was expected, but nothing is loaded: send /load first")
         if version != self.version:
@@ -69,11 +60,8 @@ class Fence(Generic[T]):
     def change(self, version: int, digest: str, action: Callable[[], T]) -> T:
         """Run `action`, which turns `version` into its successor, and remember its result.
 
-        If it raises `Declined`, `version` is still held. After another error the state is undefined, and no version is
-        held until the next load.
-
-        Raises:
-            StaleCommand: another version is held.
+        StaleCommand: another version is held. If the action raises `Declined`, `version` is still held. After another
+        error the state is undefined, and no version is held until the next load.
         """
         self.expect(version)
         last = self._last

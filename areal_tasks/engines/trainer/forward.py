@@ -107,7 +107,6 @@ def ahead(source: Iterator[T], device: torch.device) -> AbstractContextManager[I
 @contextmanager
 def _from_thread(source: Iterator[T], device: torch.device) -> Iterator[Iterator[T]]:
     def make() -> list[T]:
-        """The next item, if there is one."""
         return list(islice(source, 1))
 
     def items() -> Iterator[T]:

@@ -63,7 +63,10 @@ class Fsdp2Backend(LocalBackend):
     def learn(
         self, layout: Layout, weights: Float[Tensor, " T"], loss: TokenLoss, temperature: float, last: bool
     ) -> Float[Tensor, "K T"]:
-        self._between_passes(last)
+        """As `LocalBackend.learn`; if `roomy`, sums gradients (and splits weights again) in the last pass only."""
+        for part in self.parts:  # one by one: recursion would search the model in every pass
+            part.set_requires_gradient_sync(last or not self.roomy, recurse=False)
+            part.set_reshard_after_backward(last or not self.roomy, recurse=False)
         return super().learn(layout, weights, loss, temperature, last)
 
     def score(self, layout: Layout, temperature: float, which: Which, last: bool = True) -> Scores:
@@ -110,12 +113,6 @@ class Fsdp2Backend(LocalBackend):
     def _forget(self) -> None:
         super()._forget()
         self.parts = []
-
-    def _between_passes(self, last: bool) -> None:
-        """If there is memory, sum gradients over ranks (and split weights again) in the last pass only."""
-        for part in self.parts:  # one by one: recursion would search the model in every pass
-            part.set_requires_gradient_sync(last or not self.roomy, recurse=False)
-            part.set_reshard_after_backward(last or not self.roomy, recurse=False)
 
     def _has_room(self, policy: Policy, bytes_each: int, share: float) -> bool:
         """Whether `bytes_each` per parameter need less than `share` of the GPU. CPU: always; offload to it: never."""

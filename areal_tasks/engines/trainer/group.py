@@ -66,10 +66,7 @@ def disagreement(outcomes: Sequence[Outcome]) -> str | None:
 
 
 class Group:
-    """This process as one of the trainer's ranks. Without a store it is the only rank, and nothing is exchanged.
-
-    All ranks make the same calls in the same order.
-    """
+    """This process as one of the ranks, which make the same calls in the same order; without a store the only one."""
 
     def __init__(self, rank: int = 0, world: int = 1, store: Store | None = None, local_world: int = 0) -> None:
         self.rank = rank
@@ -85,9 +82,7 @@ class Group:
     def lead(self, command: str, work: Callable[[], T], state: Callable[[], str]) -> T:
         """On rank 0: have every rank run `command`, which is `work` on this one. Returns when all have finished.
 
-        Raises:
-            GroupBroken: the ranks disagree; the process must end.
-            Exception: what `work` raised on this rank, or a UserError for what it raised on another.
+        GroupBroken: the ranks disagree: the process must end. Else what `work` raised here, or a UserError for others.
         """
         if self.store is None:
             return work()
@@ -113,28 +108,26 @@ class Group:
 
     def from_first_here(self, work: Callable[[], str]) -> str:
         """Run `work` on the first rank of each machine; all ranks there return its text. Errors as in `together`."""
+        if self.store is None:
+            return work()
         return self._shares(work if self.rank == self.first_here else str)[1][self.first_here]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; returns this rank's result once all have one.
+        """Run `work` on every rank; returns this rank's result once all have one. No rank waits for one that failed.
 
-        Raises:
-            UserError: on every rank, the first one of any rank; Unavailable, if that is. But on a rank that had an
-                OSError that one: it ends the group, as it ends a single trainer. No rank waits for one that failed.
+        On every rank, raises the first UserError of any (Unavailable, if that is). But a rank that had an OSError
+        raises that one: it ends the group, as it ends a single trainer.
         """
-        return self._shares(work)[0]
+        return work() if self.store is None else self._shares(work)[0]
 
     def _shares(self, work: Callable[[], T]) -> tuple[T, list[str]]:
         """The result of `work` on this rank, and those of all ranks that are texts. Errors as in `together`."""
-        if self.store is None:
-            result = work()
-            return result, [_if_text(result)]
         self._shared += 1
         prefix = f"shared/{self._command}/{self._shared}/"
         own: OSError | None = None
         try:
             result = work()
-            found: dict[str, Any] = {"text": _if_text(result)}
+            found: dict[str, Any] = {"text": result if isinstance(result, str) else ""}
         except (UserError, OSError) as error:
             own = error if isinstance(error, OSError) else None
             found = {"error": text_of(error), "away": isinstance(error, Unavailable)}
@@ -218,10 +211,6 @@ class Group:
 def _refusal(text: str, away: bool) -> UserError:
     """The error of another rank. If the store does not answer it, the caller asks again, as with a single trainer."""
     return Unavailable(text) if away else UserError(text)
-
-
-def _if_text(result: object) -> str:
-    return result if isinstance(result, str) else ""
 
 
 def text_of(error: Exception) -> str:

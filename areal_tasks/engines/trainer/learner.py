@@ -11,46 +11,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import sequence_log_ratios
 from areal_tasks.algorithms.losses import token_weights
-from areal_tasks.data.batching import (
-    LEFT_OUT,
-    Layout,
-    counted_tokens,
-    make_layout,
-)
+from areal_tasks.data.batching import LEFT_OUT, Layout, counted_tokens, make_layout
+from areal_tasks.engines.trainer import metrics, objective
 from areal_tasks.engines.trainer.backend import Progress, TokenLoss
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.forward import ahead, fetch, move, pinned, staged
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import peak_bytes, watch_peak
-from areal_tasks.engines.trainer.metrics import (
-    SampleMeans,
-    TokenStats,
-    over_ranks,
-    step_statistics,
-    steps_table,
-    summary,
-    totals,
-)
-from areal_tasks.engines.trainer.objective import (
-    Objective,
-    agreement,
-    agreement_totals,
-    check_agreement,
-    differences,
-    grpo_objective,
-    sft_objective,
-    stat_names,
-)
 from areal_tasks.engines.trainer.optimizer import learning_rate
 from areal_tasks.engines.trainer.plan import Plan, Rows, passes_of, passes_of_rank
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, Batch, make_table, staleness_metrics, staleness_totals
 from areal_tasks.engines.trainer.settings import Settings
 from schemas.errors import UserError
+from schemas.tables import TRAIN_STEPS
 
 
 @dataclass
@@ -61,7 +39,6 @@ class Work:
     done: int = 0
 
     def add(self, samples: int) -> None:
-        """Count further `samples` as done."""
         self.done = min(self.of, self.done + samples)
 
 
@@ -90,13 +67,13 @@ class Learned:
     progress: Progress
 
 
-def make_objective(batch: Batch, settings: Settings, device: torch.device) -> Objective:
+def make_objective(batch: Batch, settings: Settings, device: torch.device) -> objective.Objective:
     """The objective that is minimised over `batch`, with its columns on `device`."""
     if settings.kind == "sft":
-        return sft_objective
+        return objective.sft_objective
     more = {"log_ratio": _sequence_log_ratios(batch)} if settings.sequence_weights else {}
     columns = {name: move(column, device) for name, column in (batch.columns | more).items()}
-    return grpo_objective(columns, settings)
+    return objective.grpo_objective(columns, settings)
 
 
 def _sequence_log_ratios(batch: Batch) -> Float[Tensor, " N"]:
@@ -122,8 +99,10 @@ class Learner:
         self.batch = batch
         self.plan = plan
         self.objective = make_objective(batch, settings, backend.device)
-        self.rows = len(stat_names(batch.columns, settings))
-        self.counts = self._counts()
+        self.rows = len(objective.stat_names(batch.columns, settings))
+        self.counts = torch.zeros_like(batch.lengths)  # how many tokens of each sample count
+        self.counts[batch.rows] = counted_tokens(batch.sequences, batch.rows)
+        backend.add_up(self.counts)
         self.comparable = same_attempt and self._is_comparable()
         self.work = Work(int((plan.minibatch != LEFT_OUT).sum()))
 
@@ -131,11 +110,8 @@ class Learner:
         """Take every optimizer step of the iteration that makes `version` + 1.
 
         While the device computes a minibatch, the host collects sample statistics of the previous one and lays out the
-        next; it waits for the device once, right before the step.
-
-        Raises:
-            UserError: more non-finite steps in a row than the recipe allows.
-            Declined: logprobs of server and trainer differ more than the recipe allows; no step was made.
+        next; it waits for the device once, right before the step. UserError: more non-finite steps in a row than the
+        recipe allows. Declined: logprobs of server and trainer differ more than it allows; no step was made.
         """
         self._check_table()
         self.backend.use(self.settings.trainer)
@@ -145,8 +121,8 @@ class Learner:
 
     def _learn(self, version: int, progress: Progress, minibatches: list[Minibatch], passes: Iterator[Pass]) -> Learned:
         steps: list[dict[str, Any]] = []
-        samples = SampleMeans(len(self.counts))
-        done: list[tuple[TokenStats, bool]] = []
+        samples = metrics.SampleMeans(len(self.counts))
+        done: list[tuple[metrics.TokenStats, bool]] = []
         peaks: list[int] = []
         for minibatch in minibatches:
             started = time.perf_counter()
@@ -164,13 +140,21 @@ class Learner:
         self.backend.add_up(samples.parts)
         for row, of_ranks in zip(steps, self._of_ranks([float(peak) for peak in peaks]), strict=True):
             row["peak_bytes"] = [int(peak) for peak in of_ranks]
-        return Learned(steps_table(steps), self._samples_table(samples), summary(steps) | self._ages(), progress)
+        planned = {"minibatch": self.plan.minibatch.numpy(), "micro_batch": self.plan.micro_batch.numpy()}
+        train_samples = make_table("train_samples", {"sample_id": self.batch.ids, **planned, **samples.columns()})
+        train_steps = make_table("train_steps", {name: [row[name] for row in steps] for name in TRAIN_STEPS.names})
+        return Learned(train_steps, train_samples, metrics.summary(steps) | self._ages(), progress)
 
     def _minibatch(self, number: int) -> Minibatch:
-        """Minibatch `number` of the plan."""
+        """Minibatch `number` of the plan: all its tokens together weigh 1."""
         rows = torch.nonzero(self.plan.minibatch == number)[:, 0]
+        counts = self.counts[rows]
+        counted = counts > 0
+        first = (counts.cumsum(0) - counts)[counted]
+        weights = torch.zeros(len(self.counts))
+        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
         mine = passes_of_rank(self.plan, number, self.backend.rank, self.backend.world)
-        return Minibatch(number, rows, self._sample_weights(rows), passes_of(self.plan, number), mine)
+        return Minibatch(number, rows, weights, passes_of(self.plan, number), mine)
 
     def _passes(self, minibatches: list[Minibatch]) -> Iterator[Pass]:
         """This rank's passes over all minibatches, in order."""
@@ -183,10 +167,14 @@ class Learner:
     def _step(self, minibatch: Minibatch, of_all: Float[Tensor, "3 K"], step: int) -> dict[str, Any]:
         """Make the optimizer step, unless no token counts; returns its row of `train_steps`."""
         rows = minibatch.rows
-        overall = over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
-        found = step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
+        overall = metrics.over_ranks(self.backend.of_ranks(of_all.cpu().flatten()))  # waits for the device
+        found = metrics.step_statistics(overall, int(self.counts[rows].sum()), self._measures(minibatch.number))
         if minibatch.number == 0:
-            self._check_first(found)
+            try:
+                objective.check_agreement(found, self.settings.max_logprob_gap, found["compared"])
+            except Declined:
+                self.backend.step(0.0, wanted=False)  # discards the gradient
+                raise
         lr = learning_rate(step, self.settings.total_steps, self.settings.trainer)
         norm = self.backend.step(lr, math.isfinite(found["loss"])) if found["tokens"] else 0.0
         return {
@@ -229,28 +217,14 @@ class Learner:
         here = self.batch.rows
         return self.batch.sequences.counted & samples[here].repeat_interleave(self.batch.lengths[here])
 
-    def _counts(self) -> Int[Tensor, " B"]:
-        """How many tokens of each sample count."""
-        counts = torch.zeros_like(self.batch.lengths)
-        counts[self.batch.rows] = counted_tokens(self.batch.sequences, self.batch.rows)
-        self.backend.add_up(counts)
-        return counts
-
-    def _collect(self, done: list[tuple[TokenStats, bool]], samples: SampleMeans) -> None:
+    def _collect(self, done: list[tuple[metrics.TokenStats, bool]], samples: metrics.SampleMeans) -> None:
         """Add this rank's statistics of finished minibatches to `samples`."""
         while done:
             samples.add(*done.pop())
 
-    def _sample_weights(self, rows: Int[Tensor, " n"]) -> Float[Tensor, " B"]:
-        """The weight of every token of each sample, such that all tokens of the minibatch together weigh 1."""
-        counts = self.counts[rows]
-        counted = counts > 0
-        first = (counts.cumsum(0) - counts)[counted]
-        weights = torch.zeros(len(self.counts))
-        weights[rows[counted]] = token_weights(counts, self.settings.mean)[first]  # equal for all tokens of a sample
-        return weights
-
-    def _accumulate(self, minibatch: Minibatch, passes: Iterator[Pass]) -> tuple[Float[Tensor, "3 K"], TokenStats]:
+    def _accumulate(
+        self, minibatch: Minibatch, passes: Iterator[Pass]
+    ) -> tuple[Float[Tensor, "3 K"], metrics.TokenStats]:
         """Run this rank's forward and backward passes; the backend accumulates the gradients.
 
         Returns the totals of their tokens, and the statistics of each in host memory, which are valid once the device
@@ -266,7 +240,7 @@ class Learner:
             samples.append(layout.samples)
             self.work.add(len(rows) * self.backend.world)
         found = torch.cat(values, 1)
-        return totals(found, torch.cat(weights)), TokenStats(fetch(found), torch.cat(samples))
+        return metrics.totals(found, torch.cat(weights)), metrics.TokenStats(fetch(found), torch.cat(samples))
 
     def _token_loss(self, layout: Layout) -> TokenLoss:
         where = move(layout.where, self.backend.device)
@@ -279,17 +253,9 @@ class Learner:
             if self.batch.staleness is not None:
                 counted = counted & self.batch.staleness.comparable
             both = [self.batch.columns[name][counted] for name in ("proximal", "behaviour")]
-            tokens, gaps, largest, outside = self._of_ranks(agreement_totals(differences(*both)))
-            found = agreement(sum(tokens), sum(gaps), float(np.max(largest)), sum(outside))  # NaN if one is
-            check_agreement(found, self.settings.max_logprob_gap, int(sum(tokens)))
-
-    def _check_first(self, found: dict[str, Any]) -> None:
-        """Check the agreement over the first minibatch, after its passes and before its step."""
-        try:
-            check_agreement(found, self.settings.max_logprob_gap, found["compared"])
-        except Declined:
-            self.backend.step(0.0, wanted=False)  # discards the gradient
-            raise
+            tokens, gaps, largest, outside = self._of_ranks(objective.agreement_totals(objective.differences(*both)))
+            found = objective.agreement(sum(tokens), sum(gaps), float(np.max(largest)), sum(outside))  # NaN if one is
+            objective.check_agreement(found, self.settings.max_logprob_gap, int(sum(tokens)))
 
     def _check_skipped(self, progress: Progress, row: dict[str, Any]) -> None:
         bound = self.settings.trainer.max_skipped_steps
@@ -299,14 +265,3 @@ class Learner:
                 f"non-finite loss ({row['loss']}) or gradient norm ({row['grad_norm']}); trainer.max_skipped_steps "
                 f"allows {bound}. A lower trainer.lr or trainer.max_grad_norm usually helps."
             )
-
-    def _samples_table(self, samples: SampleMeans) -> pa.Table:
-        return make_table(
-            "train_samples",
-            {
-                "sample_id": self.batch.ids,
-                "minibatch": self.plan.minibatch.numpy(),
-                "micro_batch": self.plan.micro_batch.numpy(),
-                **samples.columns(),
-            },
-        )

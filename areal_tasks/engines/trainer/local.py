@@ -17,12 +17,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, Which, all_there
 from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
-from areal_tasks.engines.trainer.policy import Policy, copy_weights, prepare, read_policy, working_copy
+from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
 from areal_tasks.engines.trainer.ranks import ranks_here
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
@@ -58,7 +57,6 @@ class LocalBackend:
         self.optimizer = make_optimizer(self.master.named_parameters(), self.settings)
 
     def load_reference(self, weights: Path) -> None:
-        """Load the frozen reference policy."""
         reference = read_policy(weights, self.settings, self.device, self.dtype)
         self.models["reference"] = prepare(reference.requires_grad_(False), self.settings)
 
@@ -89,10 +87,7 @@ class LocalBackend:
         return cast(Scores, self.models[which](to_device(layout, self.device), temperature))
 
     def step(self, lr: float, wanted: bool) -> float:
-        """Clip and apply the accumulated gradient, then clear it; returns its norm before clipping.
-
-        The gradient is applied only if the step is `wanted` and the norm is finite.
-        """
+        """Clip, apply if `wanted` and finite, and clear the gradient; returns its norm before clipping."""
         norm = clip_gradients(list(self.master.parameters()), self.max_grad_norm)
         if wanted and norm < float("inf"):  # false for NaN too
             step_at(self.optimizer, lr)
@@ -113,15 +108,8 @@ class LocalBackend:
         if dist.is_initialized():
             dist.all_reduce(numbers)
 
-    def names(self) -> Names:
-        """How the policy's tensors correspond to those of the checkpoint that it was loaded from."""
-        return self.master.names
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the model's names: weights in `model.dtype`, as they are published, and buffers.
-
-        One at a time, on `device`; every rank takes part.
-        """
+        """Whole tensors by the model's names, in `model.dtype`, and buffers: one by one, on `device`, by all ranks."""
         policy = self.models["policy"]
         yield from ((name, parameter.detach()) for name, parameter in policy.model.named_parameters())
         yield from policy.saved_buffers()
@@ -141,9 +129,11 @@ class LocalBackend:
         self._round()
         return progress
 
+    @torch.no_grad()
     def _round(self) -> None:
-        if self.models["policy"] is not self.master:
-            copy_weights(self.master, self.models["policy"])
+        """Round the master weights into their working copy, if there is one."""
+        if (work := self.models["policy"]) is not self.master:
+            torch._foreach_copy_(list(work.parameters()), list(self.master.parameters()))
 
     def _forget(self) -> None:
         """Free what a load replaces before the load allocates memory."""
@@ -172,9 +162,6 @@ def choose_device(settings: Trainer, model: Model) -> torch.device:
 
     fp32 uses the CPU by default: there training is bitwise reproducible with the same number of threads.
     """
-    wanted = model.dtype == "bfloat16" or bool(settings.gpus)
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if wanted and torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if (model.dtype == "bfloat16" or settings.gpus) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

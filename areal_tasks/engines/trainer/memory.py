@@ -30,7 +30,6 @@ def names_memory_knobs() -> Iterator[None]:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _HOST)
 
 

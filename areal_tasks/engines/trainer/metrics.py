@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import effective_sample_size
 from areal_tasks.engines.trainer.objective import COMPARED, STATS, WEIGHTS, agreement
-from areal_tasks.engines.trainer.rows import make_table
-from schemas.tables import TRAIN_STEPS
 
 _WEIGHTED: Final = ("loss", "policy_loss")  # the others are means over tokens
 _ELSEWHERE: Final = ("ratio", "clamped", "logprob_gap", "ratio_outside")  # not means, or named differently
@@ -28,7 +25,6 @@ _OF_SAMPLES: Final = {
     "sample_logprob_gap": "logprob_gap",
 }
 _GAP: Final = list(_OF_SAMPLES).index("sample_logprob_gap")
-_COMPARED: Final = len(STATS)  # the row after STATS, if there is one
 _MEANS: Final = (
     "loss", "policy_loss", "kl", "approx_kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr",
 )  # fmt: skip
@@ -48,10 +44,7 @@ def over_ranks(parts: Float[Tensor, "N ranks"]) -> Float[Tensor, "3 K"]:
 
 
 def step_statistics(found: Float[Tensor, "3 K"], tokens: int, measured: bool) -> dict[str, Any]:
-    """Loss (weighted as it is minimised), and means over the minibatch's `tokens`; zeros without tokens.
-
-    The agreement of the engines is NaN unless it was `measured`.
-    """
+    """The loss as minimised, means over `tokens` (0 without), and the engines' agreement, NaN unless `measured`."""
     sums, weighted, largest = (dict(zip((*STATS, *COMPARED, *WEIGHTS), row, strict=False)) for row in found.tolist())
     means = {name: total / max(tokens, 1) for name, total in sums.items()}
     compared = sums.get("compared", float(tokens))
@@ -75,10 +68,7 @@ class TokenStats(NamedTuple):
 
 
 class SampleMeans:
-    """Means over the tokens of each sample, accumulated minibatch by minibatch.
-
-    Each rank adds tokens of its own samples: the sum of all ranks' `parts` has all samples.
-    """
+    """Means over each sample's tokens, minibatch by minibatch; the sum of all ranks' `parts` has all samples."""
 
     def __init__(self, samples: int) -> None:
         #: For each sample: the number of its tokens, of those that measure the engines' agreement, and each row's sum.
@@ -94,7 +84,11 @@ class SampleMeans:
         sums = torch.from_numpy(np.add.reduceat(rows, starts, axis=1, dtype=np.float64))
         if not measured:
             sums[_GAP] = math.nan
-        counts = torch.stack([lengths, _compared(stats, starts, lengths)])
+        compared = lengths
+        if len(stats.values) > len(STATS):  # the row `compared` marks the tokens that measure the engines' agreement
+            marked = stats.values[len(STATS)].numpy()
+            compared = torch.from_numpy(np.add.reduceat(marked, starts, dtype=np.float64)).long()
+        counts = torch.stack([lengths, compared])
         self.parts.index_add_(1, samples, torch.cat([counts.double(), sums]))
 
     def columns(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
@@ -105,18 +99,6 @@ class SampleMeans:
         found["sample_ratio"] = torch.where(tokens > 0, found["sample_ratio"], 1.0)
         found["sample_logprob_gap"] = torch.where(compared > 0, found["sample_logprob_gap"], math.nan)
         return {name: column.numpy() for name, column in found.items()}
-
-
-def _compared(stats: TokenStats, starts: np.ndarray[Any, np.dtype[np.int64]], lengths: Tensor) -> Tensor:
-    """How many tokens of each sample measure the engines' agreement: all, unless there is a row `compared`."""
-    if len(stats.values) == len(STATS):
-        return lengths
-    return torch.from_numpy(np.add.reduceat(stats.values[_COMPARED].numpy(), starts, dtype=np.float64)).long()
-
-
-def steps_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """The `train_steps` table."""
-    return make_table("train_steps", {name: [row[name] for row in rows] for name in TRAIN_STEPS.names})
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -1,9 +1,8 @@
 """The per-token training objective: GRPO's clipped objective with its KL term, or the cross-entropy of SFT.
 
-Also the agreement of server and trainer: the difference between their logprobs of the same tokens. The server's are
-those of sampling; the trainer computes its own with the weights at the start of the iteration. Rounding alone gives a
-mean difference of 1e-7 to 1e-5 nats in float32, of hundredths in bfloat16. A larger one is a fault that training would
-hide.
+Also the agreement of server and trainer: the difference between their logprobs of the same tokens, sampled by one and
+computed by the other with the weights at the start of the iteration. Rounding alone gives a mean of 1e-7 to 1e-5 nats
+in float32, of hundredths in bfloat16. A larger difference is a fault that training would hide.
 """
 
 from __future__ import annotations
@@ -126,10 +125,8 @@ def agreement(tokens: float, gaps: float, largest: float, outside: float) -> dic
 def check_agreement(found: Mapping[str, float], bound: float, tokens: int, said: str = "No step was made.") -> None:
     """Refuse a mean gap above `bound` (`algorithm.max_logprob_gap`). A NaN passes: a loss of NaN skips the step.
 
-    `said`: the sentence of the message that states the consequence.
-
-    Raises:
-        Declined: states the measurement, the usual causes, and the field to change.
+    `said`: the sentence of the message that states the consequence. Declined states the measurement, the usual causes,
+    and the field to change.
     """
     if found["logprob_gap_mean"] > bound:
         raise Declined(

@@ -30,14 +30,11 @@ def learning_rate(step: int, total: int, settings: Trainer) -> float:
     if step < warmup:
         return settings.lr * (step + 1) / warmup
     done = min((step - warmup) / max(total - warmup - 1, 1), 1.0)
-    return settings.lr * (settings.lr_final + (1 - settings.lr_final) * _remaining(done, settings.lr_schedule))
-
-
-def _remaining(done: float, schedule: str) -> float:
-    """The remaining share of the decay, from 1 to 0, after the share `done` of the steps."""
-    if schedule == "constant":
-        return 1.0
-    return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    if settings.lr_schedule == "constant":
+        left = 1.0
+    else:
+        left = 1 - done if settings.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (settings.lr_final + (1 - settings.lr_final) * left)
 
 
 def make_optimizer(named: Named, settings: Trainer) -> torch.optim.AdamW:
@@ -101,28 +98,20 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> float:
     norm = get_total_norm(gradients)
     mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
     if mesh is not None and mesh.size() > 1:
-        norm = _over_ranks(norm, mesh.size() // split_over(mesh))
+        square = norm.double().square()  # of this rank's shares, in float64: squares do not overflow
+        dist.all_reduce(square)
+        copies = mesh.size() // split_over(mesh)  # ranks that hold the same share
+        norm = (square / copies).sqrt().to(norm.dtype)
     if gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
-
-
-def _over_ranks(norm: Tensor, copies: int) -> Tensor:
-    """The norm of all ranks' shares, from that of this rank's, when `copies` ranks hold each share.
-
-    In float64, whose squares do not overflow.
-    """
-    square = norm.double().square()
-    dist.all_reduce(square)
-    return (square / copies).sqrt().to(norm.dtype)
 
 
 @torch.no_grad()
 def step_at(optimizer: torch.optim.AdamW, lr: float) -> None:
     """One optimizer step at the learning rate `lr`, on this rank's share of each parameter.
 
-    AdamW is elementwise, so shares are independent; a step through DTensors launches its kernel some milliseconds
-    later.
+    AdamW is elementwise, so shares are independent; a step through DTensors launches its kernel milliseconds later.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

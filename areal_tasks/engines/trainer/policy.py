@@ -80,8 +80,7 @@ class Policy(nn.Module):
     def _logits(self, layout: Layout) -> Float[Tensor, "T V"]:
         """Logits at the positions that predict counted tokens only, all at once: for models without a plain head.
 
-        The positions are picked right before the output layer, so that everything that the model does to its logits
-        afterwards still happens.
+        They are picked right before the output layer: all that the model does to its logits afterwards still happens.
         """
 
         def pick(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -215,12 +214,6 @@ def working_copy(master: Policy, dtype: torch.dtype) -> Policy:
     for low, high in zip(work.parameters(), master.parameters(), strict=True):
         low.register_post_accumulate_grad_hook(partial(_add_gradient, high))  # type: ignore[no-untyped-call]
     return work
-
-
-@torch.no_grad()
-def copy_weights(master: Policy, work: Policy) -> None:
-    """Round the weights of `master` into its working copy."""
-    torch._foreach_copy_(list(work.parameters()), list(master.parameters()))
 
 
 def _add_gradient(high: Tensor, low: Tensor) -> None:

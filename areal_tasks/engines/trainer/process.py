@@ -1,8 +1,7 @@
 """The trainer as a process, or as one of several (see `ranks`). Rank 0 serves its HTTP API: /health and `COMMANDS`.
 
-One worker thread runs the commands in order of arrival, so a retry waits for the original; /health is answered at
-once. Commands that need only weights that the trainer keeps (`KEPT`) run concurrently, in another thread of rank 0.
-Errors are JSON: {"error": "..."}.
+One worker thread runs the commands in order of arrival, so a retry waits for the original; /health is answered at once.
+Those that need only weights that the trainer keeps (`KEPT`) run concurrently, in another thread. Errors are JSON.
 """
 
 from __future__ import annotations
@@ -23,16 +22,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
 
-from areal_tasks.engines.service import (
-    ServiceSpec,
-    as_service,
-    endpoint,
-    read_spec,
-    register,
-    routes_of,
-    serve,
-    status_in,
-)
+from areal_tasks.engines import service
 from areal_tasks.engines.trainer.commands import COMMANDS, KEPT, Command, Health
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand, Superseded
 from areal_tasks.engines.trainer.group import Group, GroupBroken, text_of
@@ -48,18 +38,18 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Serve, or follow rank 0, until terminated."""
-    spec = read_spec()
-    with as_service():
+    spec = service.read_spec()
+    with service.as_service():
         group = join(spec, read_settings(spec.recipe).trainer)
         if group.rank == 0:
-            serve(make_app(spec, group), spec)
+            service.serve(make_app(spec, group), spec)
             return
         if group.rank == group.first_here:
-            register(spec, f"rank://{group.rank}")  # ready; only rank 0 is asked
+            service.register(spec, f"rank://{group.rank}")  # ready; only rank 0 is asked
     _follow(spec, group)
 
 
-def _follow(spec: ServiceSpec, group: Group) -> None:
+def _follow(spec: service.ServiceSpec, group: Group) -> None:
     """Run the commands that rank 0 passes on, until its end ends this process; signals are ignored."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -84,7 +74,7 @@ def _parsed(text: str) -> Command:
 # ── rank 0 ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
+def make_app(spec: service.ServiceSpec, group: Group | None = None) -> Starlette:
     """The application of the trainer that `spec` describes, with nothing loaded. With a `group`, this is its rank 0."""
     queue = _CommandQueue(Trainer(spec, group))
 
@@ -92,7 +82,12 @@ def make_app(spec: ServiceSpec, group: Group | None = None) -> Starlette:
         return queue.trainer.health(queue.waiting > 0)
 
     commands = {name: (queue.run, kind) for name, kind in COMMANDS.items()}
-    return Starlette(routes=[Route("/health", endpoint(health, _status, _text)), *routes_of(commands, _status, _text)])
+    return Starlette(
+        routes=[
+            Route("/health", service.endpoint(health, _status, _text)),
+            *service.routes_of(commands, _status, _text),
+        ]
+    )
 
 
 class _CommandQueue:
@@ -158,7 +153,7 @@ STATUSES: Final = ((Superseded, 403), (StaleCommand, 409), (ValidationError, 422
 
 
 def _status(error: Exception) -> int:
-    return 400 if isinstance(error, GroupBroken) and error.by_user else status_in(STATUSES, error)
+    return 400 if isinstance(error, GroupBroken) and error.by_user else service.status_in(STATUSES, error)
 
 
 def _text(error: Exception) -> str:

@@ -1,10 +1,9 @@
 """The processes of a `Group`: which process starts the others, the device of each, and how all end when one does.
 
-Rank 0 is the service that the supervisor started. It starts the other ranks of its machine in its own process group,
-with the environment that torchrun would give them.
-The others hold the read end of a pipe whose write end only rank 0 has, so they end with rank 0 however it ends;
-rank 0 ends, with everything in its process group, as soon as one of them does. Their collectives use gloo between CPUs;
-NCCL between GPUs, with gloo for tensors on the host.
+Rank 0, which the supervisor started, starts the other ranks of its machine in its process group, with the environment
+that torchrun would give them. They hold the read end of a pipe whose write end only rank 0 has, so they end with it
+however it ends; it ends, with its whole process group, as soon as one of them does. Their collectives use gloo between
+CPUs; NCCL between GPUs, with gloo for tensors on the host.
 
 A trainer on several machines (`trainer.nodes`) is a service on each, whose first rank starts the others there. They
 find rank 0 by its record in the store. The supervisor ends all of these services when one has ended.
@@ -74,16 +73,11 @@ def find_place(settings: Trainer, given: Mapping[str, str], node: int = 0) -> Pl
 
 
 def cpu_threads(settings: Trainer) -> int:
-    """CPU threads of each rank."""
     return settings.threads or max(1, (os.cpu_count() or 1) * settings.nodes // settings.ranks)
 
 
 def join(spec: ServiceSpec, settings: Trainer) -> Group:
-    """Make this process a rank of its trainer, start the others unless they are started elsewhere, and join them.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """Make this process a rank of its trainer, start the others unless they are started elsewhere, and join them."""
     use_interface(spec.address)
     place = find_place(settings, os.environ, spec.node)
     if place.world == 1:
@@ -101,27 +95,19 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
 def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     """The key-value store of the group, which rank 0 serves."""
     at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (spec.address, 0)
+    meeting = spec.model_copy(update={"name": "trainer-meeting"})  # under this name the first machine registers it
     if place.rank == 0:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register(rendezvous(spec), f"tcp://{url_host(store.host)}:{store.port}")
+            register(meeting, f"tcp://{url_host(store.host)}:{store.port}")
         return store
-    host, port = at if place.spawned else _find_first(spec)
-    return dist.TCPStore(host, port, place.world, False, wait_for_workers=False)
-
-
-def rendezvous(spec: ServiceSpec) -> ServiceSpec:
-    """The specification under whose name the key-value store of a trainer on several machines is registered."""
-    return spec.model_copy(update={"name": "trainer-meeting"})
-
-
-def _find_first(spec: ServiceSpec) -> tuple[str, int]:
-    """Where rank 0 serves the key-value store. Waits for it; the supervisor limits the time."""
-    store = open_store(spec.store_url)
-    while (url := registered(store, rendezvous(spec))) is None:
-        time.sleep(FIND_SECONDS)
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
+    if not place.spawned:
+        records = open_store(spec.store_url)
+        while (url := registered(records, meeting)) is None:  # the supervisor limits the time
+            time.sleep(FIND_SECONDS)
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
+        at = host.strip("[]"), int(port)
+    return dist.TCPStore(*at, place.world, False, wait_for_workers=False)
 
 
 # ── the other ranks' processes ──────────────────────────────────────────────────────────────────────────────────────
@@ -133,8 +119,7 @@ def _start_others(place: Place, store: dist.TCPStore, threads: int, group: Group
         rank = place.rank + local_rank
         own_place = replace(place, rank=rank, local_rank=local_rank)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
-        own = {
-            **environment(own_place, store.host, store.port),
+        own = environment(own_place, store.host, store.port) | {
             LIFELINE: str(read_end),
             "OMP_NUM_THREADS": str(threads),
         }
@@ -173,11 +158,7 @@ DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 
 
 def rank_device(local_rank: int, world: int) -> torch.device:
-    """The GPU of a rank, among those that this process may see; the CPU where there is none.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """The GPU of a rank, among those that this process may see; the CPU where there is none. UserError if too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() < world:

@@ -67,11 +67,7 @@ def read_of(table: str, ages: bool) -> tuple[str, ...]:
 
 
 def grpo_samples(tables: Mapping[str, pa.Table], version: int) -> Samples:
-    """All samples of the tables `rollout` and `advantage`, joined by `sample_id`.
-
-    Raises:
-        UserError: rows are missing, or a token is newer than `version`.
-    """
+    """All samples of `rollout` and `advantage`. UserError: rows are missing, or a token is newer than `version`."""
     rollout = tables["rollout"]
     newest = pc.max(rollout["version_max"]).as_py()
     if newest is not None and newest > version:
@@ -93,13 +89,11 @@ def grpo_batch(
 ) -> Batch:
     """The batch in tables `rollout`, `advantage` and optionally `reference` and `proximal`, joined by `sample_id`.
 
-    Args:
-        samples: all samples of the iteration, of which `tables` hold some; none: the tables hold all.
-        max_lag: by how many versions a token may be older than `version`; none: ages are not read. Otherwise the column
-            `comparable` is 1 at tokens that `version` itself sampled, with its own KV cache.
+    `samples`: those of the iteration, of which `tables` hold some; None: they hold all. `max_lag`: by how many versions
+    a token may be older than `version`; None: ages are not read. Otherwise the column `comparable` is 1 at tokens that
+    `version` itself sampled, with its own KV cache.
 
-    Raises:
-        UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
+    UserError: rows are missing or lists differ in length, or a token is newer than `version` or too old.
     """
     samples = samples or grpo_samples(tables, version)
     rollout = tables["rollout"]
@@ -140,11 +134,7 @@ def _batch(
 
 
 def read_sequences(table: pa.Table) -> Sequences:
-    """The token columns of a rollout or batch table.
-
-    Raises:
-        UserError: the lists of a row differ in length.
-    """
+    """The token columns of a rollout or batch table. UserError: the lists of a row differ in length."""
     lengths = _tensor(table["num_tokens"]).long()
     ids = _whole(table["input_ids"])
     _check_lengths("input_ids", ids, lengths)
@@ -153,11 +143,7 @@ def read_sequences(table: pa.Table) -> Sequences:
 
 
 def aligned(table: pa.Table, ids: pa.Array, name: str) -> pa.Table:
-    """The rows of `table` in the order of `ids`.
-
-    Raises:
-        UserError: a sample is missing.
-    """
+    """The rows of `table` in the order of `ids`. UserError: a sample is missing."""
     own = _whole(table["sample_id"])
     if own.equals(ids):
         return table
@@ -223,11 +209,7 @@ class Staleness:
 
 
 def _staleness(rollout: pa.Table, sequences: Sequences, version: int, bound: float) -> Staleness:
-    """The staleness of tokens that the policy `version` trains on.
-
-    Raises:
-        UserError: a token is more than `bound` versions older; names its sample, its version, and the bound.
-    """
+    """The staleness of tokens that the policy `version` trains on. UserError: one is more than `bound` versions old."""
     versions, stale_kv = (_flat(rollout, name, sequences) for name in AGES)
     found = Staleness(torch.where(sequences.counted, version - versions, 0), stale_kv & sequences.counted)
     if not len(found.lag) or (lag := int(found.lag.max())) <= bound:
@@ -249,10 +231,7 @@ def staleness_totals(staleness: Staleness, trained: Bool[Tensor, " N"]) -> list[
 
 
 def staleness_metrics(totals: list[list[float]]) -> dict[str, float]:
-    """Mean and greatest lag, in versions, and the share of tokens with a stale KV cache.
-
-    From the ranks' `staleness_totals`: a list for each of the four. Empty without tokens.
-    """
+    """Mean and greatest lag in versions, and the stale share, from all ranks' `staleness_totals`; {} without tokens."""
     counts, sums, largest, stale = totals
     if not (tokens := sum(counts)):
         return {}

@@ -1,9 +1,8 @@
 """Log-probabilities of given tokens: of a rollout, and of the part of a batch that servers score as well.
 
 Servers score a part after an iteration with too few tokens to measure whether they agree with the trainer: with η > 0
-nearly all tokens may be sampled by older weights than the trainer's. Then the trainer scores the beginnings of some
-completions under the weights that the iteration made, and stage `publish` has servers score the same tokens once they
-hold these weights.
+nearly all may be sampled by older weights. Then the trainer scores the beginnings of some completions under the weights
+that the iteration made, and stage `publish` has servers that hold these weights score the same tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Part:
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """The number of tokens of each sample."""
         return torch.tensor([len(ids) for ids in self.input_ids], dtype=torch.int64)
 
     def sequences(self, rows: Rows) -> Sequences:
@@ -58,10 +56,7 @@ class Part:
 
 
 def read_part(tables: SharedTables, most: int) -> Part:
-    """The first samples of a rollout with `LEAST_COMPARED` tokens to score, of each up to its token number `most`.
-
-    Every rank reads all of them, at the same time.
-    """
+    """The first samples of a rollout with LEAST_COMPARED tokens to score, of each up to number `most`; on all ranks."""
     sizes = tables.read({"rollout": ("sample_id", "num_generated")})["rollout"]
     tokens = np.minimum(sizes["num_generated"].to_numpy(), MOST_OF_SAMPLE).cumsum()
     ids = sizes["sample_id"].slice(0, int(np.searchsorted(tokens, LEAST_COMPARED)) + 1).combine_chunks()
@@ -99,22 +94,11 @@ def scored_table(part: Part | None, version: int, logprobs: Float[Tensor, " N"] 
 
 
 def score(
-    backend: LocalBackend,
-    which: Which,
-    temperature: float,
-    mine: Sequences,
-    plan: Plan,
-    layout: LayoutKind,
-    work: Work,
+    backend: LocalBackend, which: Which, temperature: float, mine: Sequences, plan: Plan, layout: LayoutKind, work: Work
 ) -> Float[Tensor, " N"] | None:
     """On the first rank: logprobs of the counted tokens of all samples, 0 at the others. Elsewhere none.
 
-    Args:
-        which: the weights.
-        mine: the tokens of this rank's samples.
-        plan: of all ranks; its only minibatch is what is scored.
-        layout: of a pass.
-        work: counts the samples that are done.
+    `mine`: the tokens of this rank's samples; `plan`: of all ranks, whose only minibatch is scored.
     """
     passes = passes_of_rank(plan, 0, backend.rank, backend.world)
     scores, places = [torch.zeros(0, device=backend.device)], [torch.zeros(0, dtype=torch.int64)]

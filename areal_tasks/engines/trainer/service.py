@@ -18,28 +18,9 @@ import pyarrow as pa
 import torch
 
 from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.trainer import commands
 from areal_tasks.engines.trainer.backend import Fetch, Progress
 from areal_tasks.engines.trainer.checkpoint import METADATA, Saving
-from areal_tasks.engines.trainer.commands import (
-    Checkpoint,
-    Command,
-    Compare,
-    Compared,
-    Done,
-    Finish,
-    Finished,
-    Health,
-    Keep,
-    Load,
-    Logprobs,
-    Publish,
-    Send,
-    Sent,
-    Tables,
-    Train,
-    Trained,
-    Written,
-)
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
@@ -47,8 +28,8 @@ from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.learner import Learner, Work
 from areal_tasks.engines.trainer.local import LocalBackend, ReplicatedBackend
 from areal_tasks.engines.trainer.memory import names_memory_knobs
+from areal_tasks.engines.trainer.plan import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.ranks import end_group, gather
-from areal_tasks.engines.trainer.reading import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
@@ -68,11 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def make_backend(settings: Settings) -> LocalBackend:
-    """The backend that the recipe names, as a rank of the process group that this process has joined.
-
-    Raises:
-        UserError: DeepSpeed is not installed.
-    """
+    """The backend that the recipe names, as a rank of the process group. UserError: DeepSpeed is not installed."""
     plain = {"local": LocalBackend, "fsdp2": Fsdp2Backend, "deepspeed": ReplicatedBackend}
     if settings.trainer.backend != "deepspeed" or settings.trainer.zero_stage == 0:
         return plain[settings.trainer.backend](settings.trainer, settings.model)
@@ -110,21 +87,20 @@ class Trainer:
         self.fetched = own / "weights"  # on the first rank of each machine, for all there
         self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
-        self.has_reference = False
         self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
         self.writer = CheckpointWriter(self.store, self.group)
         self.sending = spec.sending
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
         self.sender = Sender(functools.partial(end_group, self.group), address=spec.address)
 
-    def run(self, command: Command) -> Record:
+    def run(self, command: commands.Command) -> Record:
         """Run the command, by the method of its name, unless a later owner has superseded the command's."""
         self.fence.admit(command.owner)
         with names_memory_knobs():
             answer: Record = getattr(self, command.name)(command)
             return answer
 
-    def load(self, command: Load) -> Done:
+    def load(self, command: commands.Load) -> commands.Done:
         """Replace policy and optimizer. Without a checkpoint the optimizer is new, at the step the version implies."""
         source = command.checkpoint or command.weights
         if source.version != command.version:
@@ -143,9 +119,9 @@ class Trainer:
         self.work = Work()
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
-        return Done()
+        return commands.Done()
 
-    def train(self, command: Train) -> Trained:
+    def train(self, command: commands.Train) -> commands.Trained:
         """Train the next version, or recall the result in a retry; write the tables unless this is a retrain."""
         done = self.fence.recall(command.version, command.digest)
         if done is None:
@@ -159,17 +135,16 @@ class Trainer:
         if command.prefix is not None and not done.written and self.group.rank == 0:
             of = done.tables
             done.written = {name: write_table(self.store, command.prefix, name, of[name]) for name in of}
-        return Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
+        return commands.Trained(version=command.version + 1, tables=done.written, metrics=done.metrics)
 
-    def logprobs(self, command: Logprobs) -> Tables:
-        """Score a rollout under the policy (which must be of that version) or the frozen version 0.
-
-        The policy gives the table `proximal`, version 0 the table `reference`.
-        """
+    def logprobs(self, command: commands.Logprobs) -> commands.Tables:
+        """Score a rollout under the policy of that version (table `proximal`) or version 0 (table `reference`)."""
         if command.which == "policy":
             self.fence.expect(command.version)
-        else:
-            self._need_reference()
+        elif "reference" not in self.backend.models:
+            if self.initial is None:
+                raise UserError("the trainer does not know where version 0 is: name it in the service's `weights`")
+            self.backend.load_reference(self._fetch(self.initial))
         name = "proximal" if command.which == "policy" else "reference"
         tables = self.tables.fetch(self.store, {"rollout": command.table}, keeps=True)
         plan, batch = plan_and_texts(tables, self.settings)
@@ -179,23 +154,23 @@ class Trainer:
             whole = score(self.backend, command.which, temperature, batch.sequences, plan, layout, self.work)
             self._make_room()
         if whole is None:
-            return Tables(tables={})
+            return commands.Tables(tables={})
         scored = logprobs_table(name, batch.ids, batch.lengths, whole)
-        return Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
+        return commands.Tables(tables={name: write_table(self.store, command.prefix, name, scored)})
 
-    def keep(self, command: Keep) -> Done:
+    def keep(self, command: commands.Keep) -> commands.Done:
         """Copy the weights, to be published or sent while later commands run."""
         with self._kept(command):
-            return Done()
+            return commands.Done()
 
-    def publish(self, command: Publish) -> Written:
+    def publish(self, command: commands.Publish) -> commands.Written:
         """Write the weights as a Hugging Face folder, with the tokenizer they were loaded with."""
         with self._kept(command) as snapshot:
             if self.group.rank > 0:
-                return Written(files=())
-            return Written(files=snapshot.save(self.store, command.prefix, self.description))
+                return commands.Written(files=())
+            return commands.Written(files=snapshot.save(self.store, command.prefix, self.description))
 
-    def send(self, command: Send) -> Sent:
+    def send(self, command: commands.Send) -> commands.Sent:
         """Send the weights to inference servers directly; returns when all servers that did not fail hold them."""
         started = time.perf_counter()
         with self._kept(command) as snapshot:
@@ -205,25 +180,25 @@ class Trainer:
         log.info(
             "weights %d: gathered in %.3f s, sent in %.3f s", command.version, gathered - started, ended - gathered
         )
-        return Sent(gone=gone)
+        return commands.Sent(gone=gone)
 
-    def checkpoint(self, command: Checkpoint) -> Done:
+    def checkpoint(self, command: commands.Checkpoint) -> commands.Done:
         """Copy the whole training state, and begin to write it. Nothing is visible until the caller commits it."""
         self.fence.expect(command.version)
         self.writer.begin(command.prefix, self._plan_checkpoint)
-        return Done()
+        return commands.Done()
 
-    def finish(self, command: Finish) -> Finished:
+    def finish(self, command: commands.Finish) -> commands.Finished:
         """The files of the checkpoint that was begun last, once all ranks have written theirs."""
-        return Finished(files=self.writer.finish(command.prefix, command.wait))
+        return commands.Finished(files=self.writer.finish(command.prefix, command.wait))
 
-    def compare(self, command: Compare) -> Compared:
+    def compare(self, command: commands.Compare) -> commands.Compared:
         """Compare the policy, as it would be published, with weights of that version in the store."""
         self.fence.expect(command.version)
         folder = self._fetch(command.weights)
         with self._kept(command) as snapshot:
             apart = largest_difference(snapshot.host(), folder) if self.group.rank == 0 else 0.0
-        return Compared(difference=apart)
+        return commands.Compared(difference=apart)
 
     def clear(self) -> None:
         """Delete what a command has fetched from the store, once all ranks have ended the command.
@@ -238,10 +213,10 @@ class Trainer:
         """What all ranks must agree on after a command."""
         return f"version {self.fence.version}, step {self.progress.step}, owner {self.fence.owner}"
 
-    def health(self, busy: bool) -> Health:
+    def health(self, busy: bool) -> commands.Health:
         """The trainer's state. Safe while a command runs."""
         asked = LEDGER.in_flight()
-        return Health(
+        return commands.Health(
             version=self.fence.version,
             step=self.progress.step,
             owner=self.fence.owner,
@@ -253,11 +228,8 @@ class Trainer:
             storing=asked[0].describe() if asked else "",
         )
 
-    def _learner(self, command: Train) -> tuple[Learner, Part | None]:
-        """Read and check the input: everything that can fail without changing the trainer's state.
-
-        Also the part of it that servers have to score.
-        """
+    def _learner(self, command: commands.Train) -> tuple[Learner, Part | None]:
+        """Read and check the input, and the part to score: all that can fail without changing the state."""
         if command.kind != self.settings.kind:
             raise UserError(f"this trainer was started for {self.settings.kind}, not for {command.kind}")
         settings = self.settings if command.recipe is None else read_settings(command.recipe)
@@ -294,34 +266,22 @@ class Trainer:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _need_reference(self) -> None:
-        if self.has_reference:
-            return
-        if self.initial is None:
-            raise UserError("the trainer does not know where version 0 is: name it in the service's `weights`")
-        self.backend.load_reference(self._fetch(self.initial))
-        self.has_reference = True
-
-    def _keep(self, version: int) -> None:
-        """Gather the policy's full weights as they are published, once per version; every rank takes part.
-
-        The first rank keeps them, and those whose GPU servers share.
-        """
-        if self.snapshot.version == version:
-            return
-        self.fence.expect(version)
-        held, shares = self.backend.named_weights(), self.backend.rank in self.sending
-        keep = shares or self.backend.rank == 0
-        with self.snapshot.lock:
-            self.group.together(lambda: None)  # no server reads those of another rank while the first has the lock
-            self.snapshot.take(version, self.backend.names().to_checkpoint(held) if keep else held, keep)
-            if self.sending:
-                self.handles = gather(handles_of(self.snapshot.tensors) if shares else "")
-
     @contextmanager
-    def _kept(self, command: Command) -> Iterator[Snapshot]:
-        """The weights of the command's version, locked inside the context."""
-        self._keep(command.version)
+    def _kept(self, command: commands.Command) -> Iterator[Snapshot]:
+        """The full weights of the command's version, locked inside the context.
+
+        They are gathered once per version, by all ranks. The first rank keeps them, and those whose GPU servers share.
+        """
+        if self.snapshot.version != command.version:
+            self.fence.expect(command.version)
+            held, shares = self.backend.named_weights(), self.backend.rank in self.sending
+            keep = shares or self.backend.rank == 0
+            with self.snapshot.lock:
+                self.group.together(lambda: None)  # no server reads those of another rank while the first has the lock
+                named = self.backend.master.names.to_checkpoint(held) if keep else held
+                self.snapshot.take(command.version, named, keep)
+                if self.sending:
+                    self.handles = gather(handles_of(self.snapshot.tensors) if shares else "")
         with self.snapshot.lock:
             yield self.snapshot
 
@@ -335,10 +295,7 @@ class Trainer:
         return self._fetch(ref, {METADATA}), fetch
 
     def _fetch(self, ref: WeightsRef, names: Collection[str] | None = None) -> Path:
-        """The files of `ref` (of these names; none: all) in one local folder.
-
-        The first rank of each machine fetches them for all ranks there.
-        """
+        """The files of `ref`, or those named, in a local folder; each machine's first rank fetches them for all."""
         return Path(self.group.from_first_here(lambda: str(self._materialise(ref, names))))
 
     def _materialise(self, ref: WeightsRef, names: Collection[str] | None) -> Path:

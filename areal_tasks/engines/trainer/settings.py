@@ -11,7 +11,7 @@ from areal_tasks.algorithms.losses import LossMean
 from schemas.errors import UserError
 from schemas.recipe.derived import is_decoupled, needs_proximal
 from schemas.recipe.recipe import RlhfRecipe, SftRecipe
-from schemas.recipe.sections import Model, Rollout
+from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 
 AT_MOST_1: Final = Bound("cap", 1.0)
@@ -46,20 +46,26 @@ class Settings:
 
 
 def read_settings(recipe: dict[str, Any]) -> Settings:
-    """Settings of an `rlhf` or `sft` recipe.
-
-    Raises:
-        UserError: the recipe is of another flow.
-    """
+    """Settings of an `rlhf` or `sft` recipe. UserError: it is of another flow."""
     if recipe.get("flow") == "sft":
-        return _sft_settings(SftRecipe.model_validate(recipe))
+        sft = SftRecipe.model_validate(recipe)
+        return Settings(
+            kind="sft",
+            seed=sft.seed,
+            trainer=sft.trainer,
+            model=sft.model,
+            temperature=1.0,
+            minibatches=sft.algorithm.steps,
+            iterations=sft.schedule.iterations,
+            mean="token_mean",
+        )
     if recipe.get("flow") == "rlhf":
         return _grpo_settings(RlhfRecipe.model_validate(recipe))
     raise UserError(f"flow {recipe.get('flow')!r} has nothing to train: start a trainer for rlhf or sft only")
 
 
 def _grpo_settings(recipe: RlhfRecipe) -> Settings:
-    algorithm = recipe.algorithm
+    algorithm, eta = recipe.algorithm, float(recipe.rollout.max_head_offpolicyness)
     return Settings(
         kind="grpo",
         seed=recipe.seed,
@@ -79,24 +85,5 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         max_logprob_gap=algorithm.max_logprob_gap,
         makes_room=recipe.inference.release_memory,
         own_proximal=is_decoupled(recipe) and not needs_proximal(recipe),
-        max_lag=_max_lag(recipe.rollout),
-    )
-
-
-def _max_lag(rollout: Rollout) -> float | None:
-    if rollout.max_head_offpolicyness == 0:
-        return None
-    return float(rollout.max_head_offpolicyness) if rollout.bound == "strict" else math.inf
-
-
-def _sft_settings(recipe: SftRecipe) -> Settings:
-    return Settings(
-        kind="sft",
-        seed=recipe.seed,
-        trainer=recipe.trainer,
-        model=recipe.model,
-        temperature=1.0,
-        minibatches=recipe.algorithm.steps,
-        iterations=recipe.schedule.iterations,
-        mean="token_mean",
+        max_lag=(eta if recipe.rollout.bound == "strict" else math.inf) if eta else None,
     )

@@ -62,9 +62,7 @@ def first_row(rows: int, parts: int, part: int) -> int:
 def fill(folder: Path, names: Names, shares: Mapping[str, Share]) -> None:
     """Read `shares`, which are named as in the model, from the checkpoint in `folder`. Rounds to the targets' dtypes.
 
-    Raises:
-        UserError: a share's tensor is not in the checkpoint, or has another shape there; or two tensors that the model
-            ties differ there.
+    UserError: the checkpoint lacks a share's tensor, or has another shape of it, or two values of tied tensors.
     """
     made = {name for group in names.groups for name in group.held}
     if lacking := shares.keys() - made - set(names.buffers):  # a missing buffer keeps its module's value
@@ -161,9 +159,7 @@ def empty_model(folder: Path) -> Any:
     """The causal language model of a Hugging Face folder, without its weights: fp32 parameters on `meta`.
 
     Buffers are allocated: those that are not saved, such as rotary frequencies, have the values of the model's class.
-
-    Raises:
-        UserError: its weights are quantised.
+    UserError: its weights are quantised.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
@@ -190,10 +186,7 @@ def with_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtyp
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside this context, modules that this thread builds get their parameters on `meta`.
-
-    torch's own context for `meta` would drop the values of buffers, too.
-    """
+    """Inside, modules that this thread builds have `meta` parameters; torch's context would drop buffers' values."""
     thread = threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

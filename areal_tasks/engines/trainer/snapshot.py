@@ -1,7 +1,6 @@
 """The policy as it is published: full tensors under their checkpoint's names, kept on the device between versions.
 
-All versions use the same memory. So a server that shares the GPU maps it once, and the page-locked memory for the copy
-to the host is allocated once.
+All versions use the same memory: a server that shares the GPU maps it once; page-locked memory is allocated once.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors.torch import load_file
@@ -80,7 +79,8 @@ class Snapshot:
         may be hashing. Returns the files sorted by path.
         """
         shards = _shards(self.tensors)
-        names = _file_names(len(shards))
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        names = names if len(shards) > 1 else ["model.safetensors"]
         largest_first = sorted(zip(names, shards, strict=True), key=lambda one: -_size(one[1]))
         index = {} if len(shards) == 1 else {"model.safetensors.index.json": _index(names, shards)}
         coming: list[tuple[str, Callable[[], Content]]] = [
@@ -92,7 +92,6 @@ class Snapshot:
         return tuple(sorted((file for file in made if file is not None), key=lambda file: file.path))
 
     def host(self) -> Named:
-        """The tensors in host memory."""
         held, wait = self._copied(self.tensors)
         wait()
         return held
@@ -100,7 +99,7 @@ class Snapshot:
     def _copied(self, tensors: Named) -> tuple[Named, Wait]:
         """`tensors` in host memory, and a function that waits until their bytes are there."""
         if not any(tensor.is_cuda for tensor in tensors.values()):
-            return tensors, _no_wait
+            return tensors, lambda: None
         for name, tensor in tensors.items():
             _copy_into(self.mirror, name, tensor, torch.device("cpu"))
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -120,11 +119,8 @@ def read_description(folder: Path, dtype: torch.dtype) -> dict[str, bytes]:
 def largest_difference(tensors: Named, folder: Path) -> float:
     """The largest difference between a weight of `tensors` and the same one in the Hugging Face folder `folder`.
 
-    If the names differ, both are compared as tensors of the model: earlier versions of this program published weights
-    under the model's names. Infinite if a tensor is missing, or of another shape, on one side.
-
-    Raises:
-        UserError: the names differ, and transformers cannot make the model of one side.
+    If the names differ, both are compared as the model's tensors: earlier versions of this program published those, and
+    UserError if transformers cannot make them. Infinite if a tensor is missing, or of another shape, on one side.
     """
     stored: Named = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
     if tensors.keys() != stored.keys():
@@ -167,16 +163,6 @@ def _size(shard: Named) -> int:
     return sum(tensor.nbytes for tensor in shard.values())
 
 
-def _no_wait() -> None:
-    """Tensors on the host need no wait."""
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
 def _index(names: Sequence[str], shards: Sequence[Named]) -> bytes:
     """The index that Hugging Face's loaders read to find each tensor."""
     total = sum(_size(shard) for shard in shards)
@@ -187,11 +173,11 @@ def _index(names: Sequence[str], shards: Sequence[Named]) -> bytes:
 def _content(tensors: Named, wait: Wait) -> Content:
     """The bytes of a safetensors file, in parts (an 8-byte length, a JSON header, the tensors' bytes end to end).
 
-    The library's own writer first copies every tensor to Python bytes while it holds the GIL, so that threads cannot
-    write concurrently.
+    The library first copies every tensor to Python bytes, holding the GIL, so that threads cannot write at once.
     """
     wait()
-    return [_header(tensors), *_bytes(tensors)]
+    as_bytes = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values())
+    return [_header(tensors), *(memoryview(data.numpy()) for data in as_bytes)]  # type: ignore[arg-type]
 
 
 def _put(store: Store, path: str, content: Callable[[], Content]) -> None:
@@ -216,9 +202,3 @@ def _header(tensors: Named) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(tensors: Named) -> Iterator[memoryview]:
-    for tensor in tensors.values():
-        data: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        yield memoryview(data)

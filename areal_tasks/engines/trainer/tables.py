@@ -31,25 +31,20 @@ from schemas.manifest import ShardRef, TableRef
 _NONE: Final = -1
 
 
+@dataclass
 class FetchedTables:
     """This rank's part of the files that the last command named: in the store, or in `folder`, its own.
 
     They stay there for the next command if that last one `keeps` them: training reads the rollout that was scored.
     """
 
-    def __init__(self, group: Group, folder: Path, links: dist.ProcessGroup | None = None) -> None:
-        """`links`: over which ranks exchange rows; default: torch's default group."""
-        self.group = group
-        self.folder = folder
-        self.links = links
-        self.keeps = False
+    group: Group
+    folder: Path
+    links: dist.ProcessGroup | None = None  # over which ranks exchange rows; None: torch's default group
+    keeps: bool = False
 
     def fetch(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> SharedTables:
-        """Have each rank fetch and verify every `world`-th file of these tables.
-
-        Raises:
-            UserError: on every rank; a file is missing, or has another SHA-256 than recorded.
-        """
+        """Have each rank fetch and verify every `world`-th file. UserError on all: one is missing or damaged."""
         self.keeps = keeps
         first = sorted(refs, key=lambda name: name != "rollout")  # a kept one is then with the same ranks again
         shards = [(name, shard) for name in first for shard in refs[name].shards]
@@ -82,21 +77,12 @@ class SharedTables:
     files: Sequence[Path]  # those of this rank
 
     def read(
-        self,
-        columns: Mapping[str, Sequence[str]],
-        ids: pa.Array | None = None,
-        ranks: Int[Tensor, " B"] | None = None,
+        self, columns: Mapping[str, Sequence[str]], ids: pa.Array | None = None, ranks: Int[Tensor, " B"] | None = None
     ) -> dict[str, pa.Table]:
         """These columns of some tables, as on every other rank at the same time: the rows for this rank, in order.
 
-        Each rank decodes one file at a time, and all then exchange their rows.
-
-        Args:
-            ids: the samples to read; none: all rows.
-            ranks: the rank that gets each of `ids`; none: every rank gets all.
-
-        Raises:
-            UserError: on every rank; a file has been damaged since it was verified.
+        `ids`: the samples to read; None: all. `ranks`: the rank that gets each; None: every rank. All decode one file
+        each, then exchange rows, and so on. UserError, on all: a file was damaged after it was verified.
         """
         world = self.group.world
         found = {name: [schema_of(name, wanted).empty_table()] for name, wanted in columns.items()}
@@ -115,16 +101,9 @@ class SharedTables:
         return {name: pa.concat_tables(parts) for name, parts in found.items()}
 
     def _mine(
-        self,
-        number: int,
-        columns: Mapping[str, Sequence[str]],
-        ids: pa.Array | None,
-        ranks: Int[Tensor, " B"] | None,
+        self, number: int, columns: Mapping[str, Sequence[str]], ids: pa.Array | None, ranks: Int[Tensor, " B"] | None
     ) -> list[pa.Table]:
-        """The rows of this rank's file `number` for each rank; a single table if all get the same.
-
-        Empty if there is no such file, or it is of another table.
-        """
+        """The rows of this rank's file `number` for each rank; one table if all get the same; [] if not asked for."""
         place = number * self.group.world + self.group.rank
         if place >= len(self.names) or self.names[place] not in columns:
             return []

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from secrets import token_hex
@@ -53,6 +54,7 @@ class Unanswered(Exception):
     """A server died, hangs, or failed internally: the request is not the cause."""
 
 
+@dataclass
 class Sender:
     """Sends weights, and keeps NCCL's process group between versions.
 
@@ -62,37 +64,29 @@ class Sender:
     with the failure, and has to end this process. The group meets at `address`, one of this machine's.
     """
 
-    def __init__(
-        self,
-        stuck: Callable[[Exception], object],
-        backend: str = "nccl",
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        grace_seconds: float = GRACE_SECONDS,
-        stuck_seconds: float = STUCK_SECONDS,
-        address: str = HOST,
-    ) -> None:
-        self.stuck = stuck
-        self.backend = backend
-        self.timeout = timedelta(seconds=timeout_seconds)
-        self.grace_seconds = grace_seconds
-        self.stuck_seconds = stuck_seconds
-        self.address = address
-        self.group: dist.ProcessGroup | None = None
-        self.name = ""
-        self.members: tuple[Receiver, ...] = ()
+    stuck: Callable[[Exception], object]
+    backend: str = "nccl"
+    timeout_seconds: float = TIMEOUT_SECONDS
+    grace_seconds: float = GRACE_SECONDS
+    stuck_seconds: float = STUCK_SECONDS
+    address: str = HOST
+    group: dist.ProcessGroup | None = None
+    name: str = ""  # of the group
+    members: tuple[Receiver, ...] = ()
 
     def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Failures:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
 
-        All others then hold that version. A broadcast reaches all receivers or none. With `tensor` each server gets the
-        `handles` of the rank on its GPU, which holds the same tensors.
-
-        Raises:
-            WeightTransferRejected: a server refused, and none failed otherwise.
+        All others then hold it. A broadcast reaches all receivers or none. With `tensor` each server gets the `handles`
+        of the rank on its GPU. WeightTransferRejected: a server refused, and none failed otherwise.
         """
-        if command.transport == "tensor":
-            return send_handles(handles, command)
-        return self._broadcast(tensors, command)
+        if command.transport == "nccl":
+            return self._broadcast(tensors, command)
+        of_each = [[handles[one.trainer_rank]] * one.ranks for one in command.receivers]
+        bodies = [_update(command, serialized_named_tensors=own) for own in of_each]
+        calls = post_all(command, "/update_weights_from_tensor", bodies)
+        wait(calls.values())
+        return failed(calls, None)
 
     def _broadcast(self, tensors: Named, command: Send) -> Failures:
         if self.group is None or self.members != command.receivers:
@@ -108,7 +102,13 @@ class Sender:
             for work in [group.broadcast(t, root=0) for t in tensors.values()]:
                 work.wait()
 
-        body = _description(tensors, command, self.name)
+        body = _update(
+            command,
+            names=list(tensors),
+            dtypes=[str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            shapes=[list(t.shape) for t in tensors.values()],
+            group_name=self.name,
+        )
         return self.run_collective(
             command, "/update_weights_from_distributed", [body] * len(command.receivers), broadcast_all
         )
@@ -126,15 +126,13 @@ class Sender:
             bodies = [{**common, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
 
             def open_group() -> None:
-                self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, self.timeout)
+                timeout = timedelta(seconds=self.timeout_seconds)
+                self.group = lead(self.name, (self.address, port), 1 + sum(sizes), self.backend, timeout)
 
             return self.run_collective(command, "/init_weights_update_group", bodies, open_group)
 
     def _leave(self, command: Send) -> None:
-        """End the previous group, here and on its servers that are still there: it holds memory on each of their GPUs.
-
-        Servers are still in a group that was only aborted here.
-        """
+        """End the previous group, also on servers that are still in it though it was aborted here: it holds memory."""
         members = tuple(r for r in (*command.receivers, *command.leaving) if r in self.members)
         if not members:
             self._abort()
@@ -153,9 +151,7 @@ class Sender:
     ) -> Failures:
         """POST each receiver its body, run `own_part` meanwhile, wait for the answers; returns those that failed.
 
-        Raises:
-            WeightTransferRejected: a receiver refused, and none failed; the others may still be working.
-            Exception: what `own_part` raised, if no receiver failed.
+        If none failed, raises WeightTransferRejected for one that refused, or what `own_part` raised.
         """
         calls = post_all(command, path, bodies)
         error = self._run(own_part, calls)
@@ -214,25 +210,6 @@ def handles_of(tensors: Named) -> str:
         torch.cuda.synchronize()  # other processes do not wait for this one's streams
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     return base64.b64encode(bytes(_Handles.dumps(list(tensors.items())))).decode()
-
-
-def send_handles(handles: Sequence[str], command: Send) -> Failures:
-    """Have each receiver map and copy the tensors of the rank on its GPU; `handles` are those of all ranks."""
-    bodies = [_update(command, serialized_named_tensors=[handles[r.trainer_rank]] * r.ranks) for r in command.receivers]
-    calls = post_all(command, "/update_weights_from_tensor", bodies)
-    wait(calls.values())
-    return failed(calls, None)
-
-
-def _description(tensors: Named, command: Send, group: str) -> dict[str, Any]:
-    """The tensors that are broadcast, in order."""
-    return _update(
-        command,
-        names=list(tensors),
-        dtypes=[str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-        shapes=[list(t.shape) for t in tensors.values()],
-        group_name=group,
-    )
 
 
 def _update(command: Send, **fields: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,19 +31,19 @@ log = logging.getLogger(__name__)
 ROOM: Final = 0.8
 
 
+@dataclass
 class CheckpointWriter:
     """This rank's part in the checkpoints. All ranks make the same calls in the same order, from one thread."""
 
-    def __init__(self, store: Store, group: Group) -> None:
-        self.store = store
-        self.group = group
-        self.copies = Copies()
-        self.prefix = ""  # of the checkpoint that is being written, or was written last
-        self._temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
-        self._saving: Saving
-        self._written: Future[list[Hashed]] | None = None
-        self._files: tuple[FileRef, ...] | None = None  # once all ranks have written
-        self._allocated: Future[None] | None = None  # when memory for copies is there, or is known to be lacking
+    store: Store
+    group: Group
+    copies: Copies = field(default_factory=Copies)
+    prefix: str = ""  # of the checkpoint that is being written, or was written last
+    _saving: Saving = field(init=False)
+    _temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
+    _written: Future[list[Hashed]] | None = None
+    _files: tuple[FileRef, ...] | None = None  # once all ranks have written
+    _allocated: Future[None] | None = None  # when memory for copies is there, or is known to be lacking
 
     def prepare(self, plan: Callable[[Path], Saving]) -> None:
         """Once, begin to allocate the memory for copies of what `plan` plans, in a thread; it stays.
@@ -65,10 +66,7 @@ class CheckpointWriter:
     def begin(self, prefix: str, plan: Callable[[Path], Saving]) -> None:
         """Begin to write what `plan` plans to write into a folder; when this returns, that may change.
 
-        It is written at once where host memory has no room for a copy.
-
-        Raises:
-            StoreError: a rank cannot make its folder.
+        It is written at once where host memory has no room for a copy. StoreError: a rank cannot make its folder.
         """
         self._wait()  # for one that nothing asks for, as for that of an earlier start of the flow
         self._clean()
@@ -78,7 +76,10 @@ class CheckpointWriter:
         with usable(self.store, prefix):
             self._saving = saving = plan(folder)
         if not saving.held:
-            self._hold(saving, room)
+            if why := self._allocate(*_needs(saving.tensors), room):
+                log.warning("the trainer waits while its checkpoint is written: %s", why)
+            else:
+                saving.hold(self.copies)
         self.prefix = prefix
         self._written = in_background(partial(self._write, prefix, saving, started), "checkpoint")
         if saving.held:
@@ -89,9 +90,7 @@ class CheckpointWriter:
     def finish(self, prefix: str, waits: bool) -> tuple[FileRef, ...] | None:
         """The files below `prefix`, on every rank; None while a rank writes, unless this `waits`.
 
-        Raises:
-            StaleCommand: nothing is being written there: this process is a new one, or writing has failed.
-            StoreError: writing failed on a rank.
+        StaleCommand: nothing is being written there, by a new process or after an error. StoreError: a rank failed.
         """
         if prefix != self.prefix or self._written is None:
             raise StaleCommand(f"no checkpoint is being written below {prefix}")
@@ -134,13 +133,6 @@ class CheckpointWriter:
         """Wait until no thread uses the copies."""
         threads: list[Future[Any]] = [thread for thread in (self._allocated, self._written) if thread is not None]
         wait(threads)
-
-    def _hold(self, saving: Saving, room: int) -> None:
-        """Copy what `saving` writes, if there is memory for it."""
-        if why := self._allocate(*_needs(saving.tensors), room):
-            log.warning("the trainer waits while its checkpoint is written: %s", why)
-        else:
-            saving.hold(self.copies)
 
     def _allocate(self, sizes: Sequence[int], page_locked: bool, room: int) -> str:
         """Allocate memory for copies of tensors of these sizes; otherwise say why there is none."""
