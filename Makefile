@@ -4,7 +4,8 @@
 # TORCH_INDEX  URL of a package index with CPU builds of torch; only needed where pip would
 #              otherwise fetch CUDA packages onto a machine without a GPU
 # TESTS        options of pytest for the three test targets, such as TESTS="tests/stages -x"
-# CHAOS        options of the kill matrix, such as CHAOS="--only flow --rounds 5"; all of it takes hours
+# CHAOS        options of the kill matrix, such as CHAOS="--only flow --rounds 5"; all of it takes hours.
+#              A run that takes more than 60 s to resume fails it; CHAOS="--limit 120" on a busy machine
 # STORE        folder or URL of the demo's store (default: .arealflow/store)
 
 PYTHON ?= python3

@@ -113,7 +113,8 @@ class GroupTracker:
     def _usable(self, version: int) -> bool:
         """Whether the next iteration, or one after it, may take a group that began with `version`."""
         if self.rule.rule == "admission":
-            return version <= self.next
+            live, last = self.live(), min(self.rule.last, self.next + self.live())  # more are not needed for the answer
+            return version <= self.next and live < self.rule.capacity(self.next, last)
         return version <= self.next and self.rule.room(self.next, self._versions(), version) > 0
 
     def finish(self, index: int, version: int) -> None:

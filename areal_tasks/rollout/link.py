@@ -97,7 +97,8 @@ class Link:
         Raises:
             WorkerLost: the part is not written, and the groups in the worker's memory are lost.
             LeaseOver: one of these leases is over.
-            StoreError: rows in the spool cannot be read, or the store does not take the part.
+            SpoolDamaged: rows in the spool cannot be read.
+            StoreError: the store does not take the part.
         """
         return Written.model_validate(await self._ask_or_end("write", part))
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from areal_tasks.engines.sharing import Serving
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.store.backend import StoreError, Unavailable
+from areal_tasks.store.spool import SpoolDamaged
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord, TableRef, WeightsRef
 from schemas.record import Record
@@ -21,7 +22,7 @@ class LeaseOver(Exception):
 
 
 #: The HTTP status of each kind of error in a worker's answer; any other error is 500.
-STATUSES: Final = ((LeaseOver, 410), (Unavailable, 503), (StoreError, 424), (UserError, 400))
+STATUSES: Final = ((LeaseOver, 410), (Unavailable, 503), (SpoolDamaged, 422), (StoreError, 424), (UserError, 400))
 
 
 class Begin(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
@@ -19,7 +19,7 @@ BATCHES = 10  # so many batches of groups may be rejected before one is filled, 
 
 @dataclass
 class Rejections:
-    """The rejected groups of one start of the flow."""
+    """The rejected groups of one start of the flow, and those of earlier starts that no commit counts."""
 
     limits: Rollout
     unrecorded: dict[int, RejectedGroup] = field(default_factory=dict)
@@ -36,10 +36,20 @@ class Rejections:
         if is_failed(group):
             self.failed += 1
             return self._too_many_failed(group) if self.failed > self.limits.max_failed_groups else None
-        if kind_of(group.reason) == STALE:
+        if not is_filtered(group):
             return None
         self._filtered.append(group)
         return self._too_many_filtered() if len(self._filtered) >= self.most_filtered else None
+
+    def restore(self, rejected: Sequence[RejectedGroup], waiting: int) -> None:
+        """Count groups that earlier starts of the flow have recorded since the last commit.
+
+        `waiting`: the number of those that finished and wait for an iteration.
+        """
+        self.counts.update(kind_of(group.reason) for group in rejected)
+        self._kept = waiting % self.limits.groups
+        if waiting < self.limits.groups:  # else a batch is filled
+            self._filtered += filter(is_filtered, rejected)
 
     def keep(self) -> None:
         """Count a finished group that was not rejected."""
@@ -100,6 +110,11 @@ class Rejections:
 def is_failed(group: RejectedGroup) -> bool:
     """Whether the group was rejected because its attempts failed, and not by a filter."""
     return kind_of(group.reason) == "failed"
+
+
+def is_filtered(group: RejectedGroup) -> bool:
+    """Whether a filter rejected the group."""
+    return kind_of(group.reason) not in ("failed", STALE)
 
 
 def summary(groups: Iterable[RejectedGroup]) -> str:

@@ -33,7 +33,7 @@ from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.suspects import Suspects
-from areal_tasks.store.backend import StoreError, Unavailable
+from areal_tasks.store.spool import SpoolDamaged
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.sections import Rollout
@@ -136,15 +136,13 @@ class Rollouts:
         """Have a worker write a part; None if that failed and some of its groups begin again."""
         try:
             return await link.write(part)
-        except Unavailable:
-            raise
         except WorkerLost:
             self.lost(link)
         except orders.LeaseOver:
             assigned = self._assigned.of(link, part.numbers)
             if len(assigned) == len(part.numbers):  # else some are in the spool by now, where the next attempt looks
                 self._lose(assigned)
-        except StoreError as error:
+        except SpoolDamaged as error:
             if not part.groups:
                 raise
             log.warning("groups %s begin again, since the spool is damaged: %s", list(part.groups), error)

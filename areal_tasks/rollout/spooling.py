@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from areal_tasks.rollout.judging import judged_table
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.store import paths, spool
-from areal_tasks.store.backend import Store
+from areal_tasks.store.backend import Store, StoreError, Unavailable
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.shards import read_table, write_table
 from areal_tasks.workflows import Sample, samples_to_table
@@ -173,8 +173,17 @@ def narrowed(record: SpoolRecord, groups: Collection[int]) -> SpoolRecord:
 
 
 def spooled_rows(store: Store, records: Iterable[SpoolRecord], name: str) -> pa.Table:
-    """The rows of the records' finished groups in the table `name`."""
-    tables = [_rows_of(read_table(store, record.tables[name]), record) for record in records]
+    """The rows of the records' finished groups in the table `name`.
+
+    Raises:
+        SpoolDamaged: they cannot be read, although the store answers.
+    """
+    try:
+        tables = [_rows_of(read_table(store, record.tables[name]), record) for record in records]
+    except Unavailable:
+        raise
+    except StoreError as error:
+        raise spool.SpoolDamaged(str(error)) from error
     return pa.concat_tables([TABLES[name].empty_table(), *tables])
 
 

@@ -19,7 +19,6 @@ from areal_tasks.engines.loop_thread import BRIEF_SECONDS
 from areal_tasks.engines.servers import Servers
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rewards.pool import VerifyResult
-from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.group_tracker import GroupTracker
 from areal_tasks.rollout.link import Link
 from areal_tasks.rollout.losses import recover
@@ -195,8 +194,8 @@ class Generation:
         access, limits = context.engines.supervisor.access, recipe.rollout
         rollouts = Rollouts(self.tracker, client, order, lambda url, flow: Link(url, access, flow), limits, spool)
         rollouts.held = self._held
-        if context.iteration == self._first:  # else the metrics of a reused rollout may have counted them
-            rollouts.rejections.counts.update(kind_of(group.reason) for group in rejected)
+        counted = context.iteration > self._first  # perhaps: a reused rollout has filled a batch and counted them
+        rollouts.rejections.restore([] if counted else rejected, self.tracker.ready())
         return rollouts
 
     def _rule(self, k: int) -> Staleness:

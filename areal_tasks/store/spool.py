@@ -11,8 +11,15 @@ from functools import partial
 from typing import Literal
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import append_record, commit_once, last_number, new_attempt, read_record, records_from
+from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.commit import (
+    append_record,
+    commit_once,
+    last_number,
+    new_attempt,
+    read_record,
+    records_from,
+)
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from schemas.errors import UserError
@@ -21,6 +28,10 @@ from schemas.manifest import RejectedGroup, SpooledGroup, SpoolRecord, TableRef
 
 class StartClosed(UserError):
     """Another process has replaced this one and closed its start: this process must end. Unrecorded groups are lost."""
+
+
+class SpoolDamaged(StoreError):
+    """Rows of groups in the spool are missing or damaged."""
 
 
 def number_of_starts(store: Store, run: str) -> int:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrix import POINTS, Tally, difference
+from matrix import POINTS, Tally, difference, report
 from scene import INJECT, Bucket
 from store_listing import listed
 from waiting import wait_until
@@ -95,6 +95,19 @@ def test_an_s3_server_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_table_tells_slow_rounds_and_failures() -> None:
-    tally = Tally("flow", seconds=[10.0, 20.0, 70.0], points=1, runs=2, failures=["run: it differs"])
+    tally = Tally("flow", points=1, runs=2, failures=["run: it differs"])
+    for seconds in (10.0, 20.0, 70.0):
+        tally.add("a round", seconds)
     assert tally.row().split() == ["flow", "3", "1", "20.0", "70.0", "1", "2", "1"]
     assert difference({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b"
+
+
+@pytest.mark.parametrize(("limit", "late"), [(60.0, True), (61.5, False)])
+def test_a_run_that_resumes_too_late_is_a_failure_that_is_named(tmp_path: Path, limit: float, late: bool) -> None:
+    slow, quick, table = Tally("flow", limit), Tally("worker", limit), tmp_path / "table"
+    slow.add("chaos-flow-1, iteration 7, at a random instant", 61.5)
+    quick.add("chaos-worker-1, iteration 9, before checkpoint", 60.0)
+    assert report([slow, quick], seed=1, seconds=200.0, table=str(table)) is not late
+    failed = [line for line in table.read_text().splitlines() if line.startswith("FAILED")]
+    what = "FAILED chaos-flow-1, iteration 7, at a random instant: resumed after 61.5 s, more than 60 s"
+    assert failed == ([what] if late else [])

@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,17 +15,52 @@ from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.orders import Busy, Event, Lease, Orders, Part, Written
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.worker.groups import Groups
-from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.backend import Content, Store, StoreError, open_store
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Sample
 
+T = TypeVar("T")
 _FOLDER = tempfile.TemporaryDirectory(prefix="rollouts-")
 
 
 def some_store() -> Store:
     """A store of its own for a test that does not look into it."""
     return open_store(Path(_FOLDER.name, new_attempt()).as_uri())
+
+
+class FailingStore(LocalBackend):
+    """A store that fails while a test says so: all writes raise `failure`, and reads too if `blind`.
+
+    `late`: what is written is stored nevertheless.
+    """
+
+    failure: StoreError | None = None
+    late = blind = False
+
+    def create(self, path: str, data: bytes) -> None:
+        self._write(super().create, path, data)
+
+    def put_pieces(self, path: str, pieces: Content) -> None:
+        self._write(super().put_pieces, path, pieces)
+
+    def read(self, path: str) -> bytes:
+        return self._read(super().read, path)
+
+    def size(self, path: str) -> int:
+        return self._read(super().size, path)
+
+    def _write(self, write: Callable[..., None], *arguments: object) -> None:
+        if self.failure is None or self.late:
+            write(*arguments)
+        if self.failure is not None:
+            raise self.failure
+
+    def _read(self, read: Callable[[str], T], path: str) -> T:
+        if self.failure is not None and self.blind:
+            raise self.failure
+        return read(path)
 
 
 class Near:
@@ -45,8 +80,13 @@ class Near:
         return cast(Link, self)
 
     def _begin(self) -> None:
-        self.start = self.groups.writer.open()
-        self.ready = self.tried = True
+        self.tried = True
+        try:
+            self.start = self.groups.writer.open()
+        except StoreError:  # as a link does it
+            self._soon(self._begin)
+            return
+        self.ready = True
         self._flow.begun(self.link)
 
     def lose(self) -> None:

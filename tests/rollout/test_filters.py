@@ -583,3 +583,36 @@ def test_the_run_ends_with_so_many_rejections_after_the_last_full_batch(
     told = found.metrics()
     assert told.get("rejected_failed", 0) == events.count("fail") == len(found.unrecorded) - len(found.by_filters())
     assert told.get("rejected_equal_rewards", 0) == events.count("filter") == len(found.by_filters())
+
+
+EVENTS = st.lists(st.sampled_from(["keep", "filter"]), max_size=30)
+
+
+@given(EVENTS, EVENTS, st.integers(1, 6), st.integers(1, 9))
+def test_a_start_after_a_crash_counts_as_if_there_had_been_none(
+    before: list[str], after: list[str], batch: int, most: int
+) -> None:
+    limits = Rollout(groups=batch, filters=Filters(equal_rewards=True, max_rejected=most))
+    one = RejectedGroup(index=0, reason="equal_rewards: all are 1", reward=1.0)
+
+    def told(found: Rejections, event: str) -> str:
+        return str(found.keep() if event == "keep" else found.add(one))
+
+    undisturbed, resumed = Rejections(limits), Rejections(limits)
+    rejected, waiting = list[RejectedGroup](), 0
+    for event in before:
+        told(undisturbed, event)
+        rejected, waiting = ([*rejected, one], waiting) if event == "filter" else (rejected, waiting + 1)
+        if waiting == batch:  # the iteration takes them, and is committed
+            rejected, waiting = [], 0
+    resumed.restore(rejected, waiting)
+    assert [told(resumed, event) for event in after] == [told(undisturbed, event) for event in after]
+
+
+def test_groups_ahead_that_fill_a_batch_end_the_count_of_a_start_before() -> None:
+    found = Rejections(Rollout(groups=2, filters=Filters(equal_rewards=True, max_rejected=2)))
+    one = RejectedGroup(index=0, reason="equal_rewards: all are 1", reward=1.0)
+    stale, failed = one.model_copy(update={"reason": "stale: it"}), one.model_copy(update={"reason": "failed: it"})
+    found.restore([one, stale, failed], waiting=3)
+    assert found.add(one) is None and found.add(one) is not None
+    assert found.metrics() == {"rejected_equal_rewards": 3, "rejected_failed": 1, "rejected_stale": 1}

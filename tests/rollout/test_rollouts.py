@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from near import Here, Near, some_store
+from near import FailingStore, Here, Near, some_store
 from waiting import until
 
 from areal_tasks.engines.client import InferenceClient
@@ -30,7 +30,7 @@ from areal_tasks.rollout.spooling import Spool, Writer, spooled_rows
 from areal_tasks.rollout.staleness import Staleness
 from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store import spool as records
-from areal_tasks.store.backend import Store, StoreError, open_store
+from areal_tasks.store.backend import Store, StoreError, Unavailable, open_store
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.spool import StartClosed
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
@@ -538,6 +538,37 @@ def test_a_store_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(LocalBackend, "create", flaky)
     spooled(local_store, eta=1, flush_seconds=0.0)
     assert not failures
+
+
+@pytest.mark.parametrize("failure", [StoreError("full"), Unavailable("away")])
+def test_a_store_that_takes_no_iteration_costs_no_group_that_the_spool_holds(
+    local_store: Store, failure: StoreError
+) -> None:
+    async def work() -> None:
+        scene, store = Scene(), FailingStore(local_store.url, Path(local_store.uri("")))
+        found = rollouts(scene, store, flush_seconds=0.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: len(found.spool.records(range(BATCH))) and not found._assigned)
+        store.failure = failure
+        with pytest.raises(type(failure), match=str(failure)):
+            await found.groups()
+        store.failure = None
+        assert await found.groups() == list(range(BATCH)) and Counter(scene.begun).most_common(1) == [(0, 1)]
+
+    go(work())
+
+
+def test_groups_whose_rows_in_the_spool_are_damaged_begin_again(local_store: Store) -> None:
+    async def work() -> None:
+        scene = Scene()
+        found = rollouts(scene, local_store, flush_seconds=0.0)
+        await found.use_workers({("0", 0)})
+        await until(lambda: len(found.spool.records(range(BATCH))) and not found._assigned)
+        [shard] = found.spool.records([1])[0].tables["rollout"].shards
+        Path(local_store.uri(shard.path)).unlink()
+        assert await found.groups() == list(range(BATCH)) and scene.begun.count(1) == 2
+
+    go(work())
 
 
 def test_groups_under_way_are_given_up_and_finished_ones_kept_when_the_run_ends(local_store: Store) -> None:

@@ -92,6 +92,20 @@ def test_another_rule_keeps_as_many_finished_groups_as_have_a_schedule(
     assert not any(after.holds(k, kept + Counter([before[group]])) for group in finished_ones)
 
 
+@given(BATCHES, st.integers(0, 20), st.integers(0, 20), st.integers(0, 11))
+def test_the_weaker_rule_keeps_as_many_groups_as_iterations_take(
+    batches: list[int], finished: int, running: int, k: int
+) -> None:
+    batches = (batches * 12)[:12]
+    tracker = GroupTracker(Staleness(lambda k: 20, 11, lambda k: 99, "admission"), k)
+    for index in range(finished + running):
+        (tracker.finished if index < finished else tracker.running).add(index, index % (k + 1))
+    without = tracker.change_rule(Staleness(lambda k: 1, 11, batches.__getitem__, "admission"))
+    most = sum(batches[k:])
+    assert len(tracker.finished.of) == min(finished, most) and tracker.live() == min(finished + running, most)
+    assert tracker.live() + sum(map(len, without)) == finished + running
+
+
 def test_synchronous_training_admits_one_batch_of_the_newest_version() -> None:
     rule_ = Staleness(lambda k: 0, 9, lambda j: 4)
     assert [rule_.room(3, {}, version) for version in (2, 3)] == [0, 4]

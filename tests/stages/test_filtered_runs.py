@@ -121,6 +121,27 @@ def test_filters_that_reject_everything_end_the_run_and_say_what_they_have_rejec
     assert run.head() is None and audit(run.store, "nothing").sound
 
 
+@pytest.mark.parametrize("eta", [0, pytest.param(2, marks=pytest.mark.slow("the same with groups ahead"))])
+def test_what_was_rejected_before_crashes_counts_for_the_end_of_the_run(tmp_path: Path, eta: int) -> None:
+    def recipe(most: int) -> Recipe:
+        filters = {"function": "filtering:rejects_all", "max_rejected": most}
+        return filtered(eta, filters, rollout={"flush_seconds": 0.0})
+
+    def recorded() -> int:
+        return len(rejections(load_run(store_in(tmp_path), "nothing")))
+
+    for some in (2, 4 * GROUPS):
+        driver = start_driver(tmp_path, "nothing", recipe(10_000))
+        wait_until(lambda some=some: (tmp_path / "store/nothing/run.json").exists() and recorded() >= some)
+        driver.kill()
+        driver.wait()
+        wait_until(lambda: not left_over(tmp_path))
+    most = (before := recorded()) + 3
+    with pytest.raises(UserError, match=f"rejected {most} groups while no batch of 4 was filled: {most} by function"):
+        drive(tmp_path, "nothing", recipe(most))
+    assert recorded() < before + most, "some end that were under way then"
+
+
 def test_a_filter_of_ones_own_names_its_reason(tmp_path: Path) -> None:
     recipe = filtered(filters={"function": "filtering:odd_prompts", "arguments": {"most": 4}})
     run = drive(tmp_path, "odd", recipe)

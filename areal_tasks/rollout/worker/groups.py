@@ -129,7 +129,8 @@ class Groups:
 
         Raises:
             LeaseOver: one of the leases is over, or unknown.
-            StoreError: rows in the spool cannot be read, or the store does not take the part.
+            SpoolDamaged: rows in the spool cannot be read.
+            StoreError: the store does not take the part.
         """
         records, samples = {(record.start, record.n): record for record in part.records}, list[Sample]()
         for number in part.numbers:
