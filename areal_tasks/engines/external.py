@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from socket import gethostname
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -30,6 +32,27 @@ def external_servers() -> list[str]:
 def external_token() -> str:
     """The bearer token of those servers; empty if they require none."""
     return os.environ.get(SERVER_TOKEN, "")
+
+
+def check_encrypted(urls: Sequence[str], trusted: bool) -> None:
+    """Check that what servers of other machines are sent, token and prompts, is encrypted, or the network `trusted`.
+
+    Raises:
+        UserError: it is neither.
+    """
+    plain = [url for url in urls if url.startswith("http:") and not _on_loopback(urlsplit(url).hostname or "")]
+    if plain and not trusted:
+        raise UserError(
+            f"{ADDRESSES}: {plain[0]} would be sent prompts, and {SERVER_TOKEN} if it is set, unencrypted. Start the "
+            "server with --ssl-keyfile and --ssl-certfile and name it by https://… (docs/guides/gpus.md), or set "
+            "inference.trust_network=true if that network is safe"
+        )
+
+
+def _on_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _base_url(address: str) -> str:

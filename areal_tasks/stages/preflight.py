@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from areal_tasks.data.datasets import check_data
-from areal_tasks.engines.external import external_servers
+from areal_tasks.engines.external import check_encrypted, external_servers
 from areal_tasks.engines.models import check_model
 from areal_tasks.launchers.choice import on_this_machine
 from areal_tasks.launchers.gpus import place_recipe, visible_gpus
@@ -29,14 +29,17 @@ from schemas.recipe.sources import source_kind
 
 
 def check_engines(recipe: Recipe) -> None:
-    """Raise UserError if the recipe asks for an engine that is not installed here, or for GPUs that do not exist."""
-    external = bool(external_servers())
-    if not isinstance(recipe, SftRecipe) and recipe.inference.engine == "sglang" and not external:
-        require_package("sglang", "inference.engine")
+    """Raise UserError if the recipe asks for an engine that is not installed here, for GPUs that do not exist, or for
+    servers that would be sent prompts unencrypted."""
+    external = external_servers()
+    if not isinstance(recipe, SftRecipe):
+        check_encrypted(external, recipe.inference.trust_network)
+        if recipe.inference.engine == "sglang" and not external:
+            require_package("sglang", "inference.engine")
     trainer = None if isinstance(recipe, EvaluateRecipe) else recipe.trainer
     if trainer is not None and trainer.backend == "deepspeed" and trainer.zero_stage:
         require_package("deepspeed", "trainer.backend")
-    place_recipe(recipe, visible_gpus() if on_this_machine(recipe.launcher) else (), external)
+    place_recipe(recipe, visible_gpus() if on_this_machine(recipe.launcher) else (), bool(external))
 
 
 def require_package(package: str, field: str) -> None:

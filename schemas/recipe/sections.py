@@ -242,6 +242,11 @@ class Inference(Section):
         {}, description="SGLang: further flags of launch_server, without dashes: `{attention-backend: triton}`."
     )
     request_timeout_seconds: float = operational(600.0, gt=0, le=86400, description="Timeout of one request.")
+    trust_network: bool = operational(
+        False,
+        description="Send prompts and token unencrypted to servers of other machines that `AREAL_LLM_SERVER_ADDRS` "
+        "names by `http://`.",
+    )
     threads: int = operational(0, ge=0, le=1024, description="CPU threads per server; 0 is all cores.")
 
 

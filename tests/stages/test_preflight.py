@@ -28,7 +28,25 @@ def test_an_engine_that_is_not_installed_is_named_with_the_command(name: str, mo
 
 def test_servers_that_run_elsewhere_need_no_engine_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "10.0.0.5:30000")
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "https://10.0.0.5:30000")
+    check_engines(load_recipe("evaluate-gsm8k"))
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5:30000", "http://gpu9:30000", "127.0.0.1:1,http://[fd00::5]:30000"])
+def test_nothing_is_sent_unencrypted_to_other_machines_unless_the_recipe_trusts_the_network(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", address)
+    refused = r"http://(10|gpu9|\[fd00).*would be sent prompts.*unencrypted.*inference\.trust_network=true"
+    with pytest.raises(UserError, match=refused):
+        check_engines(load_recipe("evaluate-gsm8k"))
+    check_engines(load_recipe("evaluate-gsm8k", ["inference.trust_network=true"]))
+    check_engines(load_recipe("sft-gsm8k"))
+
+
+@pytest.mark.parametrize("address", ["localhost:30000", "127.0.0.2:30000", "http://[::1]:30000", "https://gpu9"])
+def test_what_stays_here_or_is_encrypted_needs_no_trust(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", address)
     check_engines(load_recipe("evaluate-gsm8k"))
 
 
