@@ -66,8 +66,8 @@ class Workers:
 
     def _join_and_leave(self) -> None:
         """Stop leaving workers that no longer hold groups, and start those that are missing."""
-        ready = {name: one for name in self._leaving if (one := self.supervisor.running(name)) is not None}
-        running = {name: (one.url, one.restart) for name, one in ready.items()}
+        found = {name: one for name in self._leaving if (one := self.supervisor.running(name)) is not None}
+        running = {name: (one.url, one.restart) for name, one in found.items()}
         manager = self._manager
         empty = self.loop.run(manager.leave(running.values())) if manager and running else running.values()
         for name in [name for name in self._leaving if running.get(name) in (None, *empty)]:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from secrets import token_hex
@@ -70,9 +70,9 @@ class Sender:
     grace_seconds: float = GRACE_SECONDS
     stuck_seconds: float = STUCK_SECONDS
     address: str = HOST
-    group: dist.ProcessGroup | None = None
-    name: str = ""  # of the group
-    members: tuple[Receiver, ...] = ()
+    group: dist.ProcessGroup | None = field(default=None, init=False)
+    name: str = field(default="", init=False)  # of the group
+    members: tuple[Receiver, ...] = field(default=(), init=False)
 
     def send(self, tensors: Named, command: Send, handles: Sequence[str] = ()) -> Failures:
         """Send `tensors` to every receiver as weights version `command.version`; returns the receivers that failed.
