@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,6 +22,7 @@ from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Sample
 
 T = TypeVar("T")
+SAYS_SO: Final = "the test says so"
 _FOLDER = tempfile.TemporaryDirectory(prefix="rollouts-")
 
 
@@ -31,13 +32,13 @@ def some_store() -> Store:
 
 
 class FailingStore(LocalBackend):
-    """A store that fails while a test says so: all writes raise `failure`, and reads too if `blind`.
+    """A store whose next `times` writes, and reads if it is `blind`, raise a `failure`.
 
     `late`: what is written is stored nevertheless.
     """
 
-    failure: StoreError | None = None
-    late = blind = False
+    failure: type[StoreError] = StoreError
+    times, late, blind = 0, False, False
 
     def create(self, path: str, data: bytes) -> None:
         self._write(super().create, path, data)
@@ -52,15 +53,19 @@ class FailingStore(LocalBackend):
         return self._read(super().size, path)
 
     def _write(self, write: Callable[..., None], *arguments: object) -> None:
-        if self.failure is None or self.late:
+        if not self.times or self.late:
             write(*arguments)
-        if self.failure is not None:
-            raise self.failure
+        self._fail()
 
     def _read(self, read: Callable[[str], T], path: str) -> T:
-        if self.failure is not None and self.blind:
-            raise self.failure
+        if self.blind:
+            self._fail()
         return read(path)
+
+    def _fail(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise self.failure(SAYS_SO)
 
 
 class Near:
