@@ -36,6 +36,8 @@ from schemas.recipe.launcher import Launcher as Settings
 
 log = logging.getLogger(__name__)
 
+#: Without -P it would import modules of the folder that it is started in, such as /tmp, where every user may put some.
+AGENT: Final = (sys.executable, "-P", "-m", "areal_tasks.launchers.node")
 FIND_SECONDS: Final = 0.3  # between two checks for an agent's record
 ANSWER_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
 RETRY_SECONDS: Final = 0.5
@@ -203,7 +205,7 @@ class RemoteLauncher:
         path = os.pathsep.join(p for p in sys.path if p)
         task = Task(
             name=f"{job.spec.run}-{job.spec.name}-{job.spec.owner}-{job.spec.restart}",
-            command=(sys.executable, "-m", "areal_tasks.launchers.node"),
+            command=AGENT,
             environment={JOB: node_job.model_dump_json(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             resources=job.resources,
             output=self.output(job),

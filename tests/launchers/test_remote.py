@@ -7,6 +7,7 @@ import os
 import signal
 import ssl
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from areal_tasks.engines.tls import Identity, mutual_tls
 from areal_tasks.launchers import node as node_agent
 from areal_tasks.launchers.cluster import LOST, PREEMPTED
 from areal_tasks.launchers.node import Agent, address_in
-from areal_tasks.launchers.remote import RemoteHandle
+from areal_tasks.launchers.remote import AGENT, RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store import service_logs
 from areal_tasks.store.backend import Store, open_store
@@ -36,6 +37,7 @@ from schemas.manifest import NodeRecord
 from schemas.recipe.launcher import Launcher
 
 MODULE = "small_service"
+PATHS = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 Begin = Callable[..., Supervisor]
 
@@ -87,6 +89,13 @@ def test_a_service_on_another_machine_speaks_tls_and_knows_the_token(begin: Begi
         httpx.get(f"{url}/about", headers=supervisor.access.headers, timeout=LIMIT)
     with pytest.raises(httpx.HTTPError):
         httpx.get(url.replace("https", "http"), timeout=LIMIT)
+
+
+def test_an_agent_imports_nothing_of_the_folder_that_it_is_started_in(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text("raise SystemExit('imported')")
+    started = subprocess.run(AGENT, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False)
+    assert "imported" not in started.stderr
+    assert "KeyError: 'AREAL_NODE_JOB'" in started.stderr
 
 
 def test_a_service_of_another_run_is_not_trusted(begin: Begin) -> None:
