@@ -152,17 +152,19 @@ def _write(start: int, end: int, texts: Sequence[str]) -> None:
 
 
 def _run(args: Sequence[str]) -> None:
-    """Run `python -m MODULE …` or `python FILE …` as the interpreter does."""
-    module = args[2] if args[1] == "-m" else ""
-    sys.argv = list(args[2:] if module else args[1:])
-    first = os.getcwd() if module else os.path.dirname(os.path.abspath(args[1]))
+    """Run `python [-P] -m MODULE …` or `python [-P] FILE …` as the interpreter does."""
+    safe = args[1] == "-P"
+    run = args[1 + safe :]
+    module = run[1] if run[0] == "-m" else ""
+    sys.argv = list(run[1:] if module else run)
+    first = os.getcwd() if module else os.path.dirname(os.path.abspath(run[0]))
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [first, *given, *INSTALLED]
+    sys.path[:] = [*([] if safe else [first]), *given, *INSTALLED]
     importlib.invalidate_caches()
     if module:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(args[1], run_name="__main__")
+        runpy.run_path(run[0], run_name="__main__")
 
 
 def _status(ended: SystemExit) -> int:

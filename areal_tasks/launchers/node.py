@@ -40,6 +40,7 @@ from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Exists, open_store
 from areal_tasks.store.paths import node as node_path
 from areal_tasks.store.service_logs import rotate
+from areal_tasks.user_code import code_digests
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
 from schemas.record import Record
@@ -51,7 +52,10 @@ LOG_BYTES: Final = 1 << 18  # of a service's log in one answer
 FLUSH_SECONDS: Final = 70.0  # for a rollout worker to write its finished groups; its own limit is shorter
 JOB: Final = "AREAL_NODE_JOB"
 #: Packages whose versions affect the results of a service or the format of its messages.
-PACKAGES: Final = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "pydantic", "sglang", "deepspeed")
+PACKAGES: Final = (
+    *("torch", "transformers", "tokenizers", "numpy", "pyarrow", "pydantic", "sglang", "deepspeed"),
+    *("math-verify", "latex2sympy2-extended", "sympy"),  # verdicts
+)
 
 
 class NodeJob(Record):
@@ -99,6 +103,11 @@ class Stop(Record):
 def software() -> dict[str, str]:
     """The software that all machines of a run must share: digest of the code, versions of Python and packages."""
     return {"arealflow": _code_digest(), "python": python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def software_of(spec: ServiceSpec) -> dict[str, str]:
+    """What the machine of this service must have like the flow's: `software`, and the users' code that it runs."""
+    return software() | (code_digests(spec.recipe) if spec.name.startswith("rollout") else {})
 
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
@@ -260,7 +269,7 @@ def run(folder: Path, job: NodeJob) -> int:
         host=socket.gethostname(),
         pid=os.getpid(),
         certificate=identity.certificate,
-        software=software(),
+        software=software_of(spec),
     )
     server = serve(agent, listener)
     try:

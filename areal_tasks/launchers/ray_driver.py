@@ -52,7 +52,7 @@ class Runner:
         self.delivered = 0
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
         self.child = subprocess.Popen(
-            [sys.executable, "-c", TIED, str(os.getpid()), *command],
+            [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
             env=inherited | environment,
             stdin=subprocess.DEVNULL,
             stdout=self.printed,

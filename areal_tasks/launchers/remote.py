@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.tls import Identity, Trust, mutual_tls
 from areal_tasks.launchers.cluster import LOST, PREEMPTED, Cluster, Submitted, Task
-from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software
+from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software_of
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Missing, Store, Unavailable
@@ -35,6 +35,8 @@ from schemas.recipe.launcher import Launcher as Settings
 
 log = logging.getLogger(__name__)
 
+#: Without -P it would import modules of the folder that it is started in, such as /tmp, where every user may put some.
+AGENT: Final = (sys.executable, "-P", "-m", "areal_tasks.launchers.node")
 FIND_SECONDS: Final = 0.3  # between two checks for an agent's record
 ANSWER_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
 RETRY_SECONDS: Final = 0.5
@@ -95,7 +97,7 @@ class RemoteHandle:
                 self._note(f"its task ended with {code} before it was ready")
                 return code or LOST
             await asyncio.sleep(FIND_SECONDS)
-        if differs := difference(software(), found.software):
+        if differs := difference(software_of(self._job.spec), found.software):
             self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
             return os.EX_CONFIG
         self._node = found
@@ -203,7 +205,7 @@ class RemoteLauncher:
         path = os.pathsep.join(p for p in sys.path if p)
         task = Task(
             name=f"{job.spec.run}-{job.spec.name}-{job.spec.owner}-{job.spec.restart}",
-            command=(sys.executable, "-m", "areal_tasks.launchers.node"),
+            command=AGENT,
             environment={JOB: node_job.model_dump_json(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             resources=job.resources,
             output=self.output(job),

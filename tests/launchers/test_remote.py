@@ -7,6 +7,7 @@ import os
 import signal
 import ssl
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,17 +26,19 @@ from areal_tasks.engines.tls import Identity, mutual_tls
 from areal_tasks.launchers import node as node_agent
 from areal_tasks.launchers.cluster import LOST, PREEMPTED
 from areal_tasks.launchers.node import Agent, address_in
-from areal_tasks.launchers.remote import RemoteHandle
+from areal_tasks.launchers.remote import AGENT, RemoteHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store import service_logs
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
+from areal_tasks.user_code import code_digests
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
 from schemas.recipe.launcher import Launcher
 
 MODULE = "small_service"
+PATHS = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 Begin = Callable[..., Supervisor]
 
@@ -87,6 +90,13 @@ def test_a_service_on_another_machine_speaks_tls_and_knows_the_token(begin: Begi
         httpx.get(f"{url}/about", headers=supervisor.access.headers, timeout=LIMIT)
     with pytest.raises(httpx.HTTPError):
         httpx.get(url.replace("https", "http"), timeout=LIMIT)
+
+
+def test_an_agent_imports_nothing_of_the_folder_that_it_is_started_in(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text("raise SystemExit('imported')")
+    started = subprocess.run(AGENT, cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False)
+    assert "imported" not in started.stderr
+    assert "KeyError: 'AREAL_NODE_JOB'" in started.stderr
 
 
 def test_a_service_of_another_run_is_not_trusted(begin: Begin) -> None:
@@ -237,10 +247,45 @@ def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:
 
 def test_other_software_on_a_machine_is_named(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     own = node_agent.software() | {"torch": "1.0"}
-    monkeypatch.setattr("areal_tasks.launchers.remote.software", lambda: own)
+    monkeypatch.setattr("areal_tasks.launchers.remote.software_of", lambda _: own)
     supervisor = begin("ready")
     with pytest.raises(ServiceFailed, match=r"has other software than .*: torch .* instead of 1\.0"):
         supervisor.wait(["ready"])
+
+
+def test_other_code_of_the_user_on_the_machine_of_a_worker_is_named(
+    begin: Begin, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, reward in (("here", 1), ("there", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_judge.py").write_text(f"def judge(prompt, completion, answer): return {reward}")
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "there"))
+    known = {"restart": 0, "store_url": store.url, "run": "r", "owner": 1}
+    recipe = {"reward": {"verifier": "my_judge:judge"}, "rollout": {"filters": None}}
+    supervisor = begin(type="processes:Elsewhere")
+    supervisor.start(MODULE, ServiceSpec(name="trainer", recipe=recipe, **known))
+    assert supervisor.wait(["trainer"]), "it runs none of that code"
+    supervisor.start(MODULE, ServiceSpec(name="rollout-0", recipe=recipe, **known))
+    with pytest.raises(ServiceFailed, match=r"has other software than .*: reward\.verifier \w+ instead of \w+"):
+        supervisor.wait(["rollout-0"])
+
+
+def test_the_code_of_a_package_counts_as_a_whole_and_none_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_flows" / "deep").mkdir(parents=True)
+    (tmp_path / "my_flows" / "deep" / "one.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = {"workflow": {"name": "my_flows.deep.one:Flow"}, "reward": {"verifier": "math"}}
+    before = code_digests(recipe)
+    (tmp_path / "my_flows" / "two.py").touch()
+    assert before.keys() == {"workflow.name"} and before != code_digests(recipe)
+    assert code_digests({"workflow": {"name": "no_such_package.x:y"}}) == {"workflow.name": ""}
+
+
+def test_versions_that_decide_verdicts_are_compared() -> None:
+    assert all(node_agent.software()[name] for name in ("math-verify", "latex2sympy2-extended", "sympy"))
 
 
 def test_a_machine_without_an_address_in_the_network_says_so() -> None:
