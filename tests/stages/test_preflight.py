@@ -32,12 +32,14 @@ def test_servers_that_run_elsewhere_need_no_engine_here(monkeypatch: pytest.Monk
     check_engines(load_recipe("evaluate-gsm8k"))
 
 
-@pytest.mark.parametrize("address", ["10.0.0.5:30000", "http://gpu9:30000", "127.0.0.1:1,http://[fd00::5]:30000"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.5:30000", "http://gpu9:30000", "HTTP://gpu9:30000", "127.0.0.1:1,http://[fd00::5]:30000"]
+)
 def test_nothing_is_sent_unencrypted_to_other_machines_unless_the_recipe_trusts_the_network(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", address)
-    refused = r"http://(10|gpu9|\[fd00).*would be sent prompts.*unencrypted.*inference\.trust_network=true"
+    refused = r"(?i:http)://(10|gpu9|\[fd00).*would be sent prompts.*unencrypted.*inference\.trust_network=true"
     with pytest.raises(UserError, match=refused):
         check_engines(load_recipe("evaluate-gsm8k"))
     check_engines(load_recipe("evaluate-gsm8k", ["inference.trust_network=true"]))
