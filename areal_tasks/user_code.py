@@ -33,7 +33,8 @@ def _digest_of(package: str) -> str:
     if (spec := find_spec(package)) is None:
         return ""
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = [(path, path.relative_to(folder)) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    found = ((folder, path) for folder in folders for path in sorted(folder.rglob("*.py")))
+    files = [(path, path.relative_to(folder)) for folder, path in found if path.is_file()]  # no editor's lock, a link
     if not folders and spec.origin is not None:
         files = [(Path(spec.origin), Path())]
     digest = hashlib.sha256()

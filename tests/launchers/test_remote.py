@@ -284,6 +284,18 @@ def test_the_code_of_a_package_counts_as_a_whole_and_none_is_imported(
     assert code_digests({"workflow": {"name": "no_such_package.x:y"}}) == {"workflow.name": ""}
 
 
+def test_what_is_no_file_counts_for_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Emacs's lock of a file that is being edited: a link to no file."""
+    (tmp_path / "judges").mkdir()
+    (tmp_path / "judges" / "one.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = {"reward": {"verifier": "judges.one:judge"}}
+    before = code_digests(recipe)
+    (tmp_path / "judges" / ".#one.py").symlink_to("me@here.4711")
+    (tmp_path / "judges" / "folder.py").mkdir()
+    assert code_digests(recipe) == before
+
+
 def test_versions_that_decide_verdicts_are_compared() -> None:
     assert all(node_agent.software()[name] for name in ("math-verify", "latex2sympy2-extended", "sympy"))
 
