@@ -97,7 +97,8 @@ class RemoteHandle:
                 self._note(f"its task ended with {code} before it was ready")
                 return code or LOST
             await asyncio.sleep(FIND_SECONDS)
-        if differs := difference(software_of(self._job.spec), found.software):
+        own = await asyncio.to_thread(software_of, self._job.spec)  # reads files, while other leases must be renewed
+        if differs := difference(own, found.software):
             self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
             return os.EX_CONFIG
         self._node = found

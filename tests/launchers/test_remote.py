@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,6 +295,26 @@ def test_what_is_no_file_counts_for_no_code(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "judges" / ".#one.py").symlink_to("me@here.4711")
     (tmp_path / "judges" / "folder.py").mkdir()
     assert code_digests(recipe) == before
+
+
+def test_leases_are_renewed_while_a_users_code_is_read(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on, software_of = threading.Event(), threading.Event(), node_agent.software_of
+
+    def slow(spec: ServiceSpec) -> dict[str, str]:
+        if spec.name == "rollout-0":
+            reading.set()
+            assert go_on.wait(LIMIT)
+        return software_of(spec)
+
+    monkeypatch.setattr("areal_tasks.launchers.remote.software_of", slow)
+    supervisor = begin("rollout-0")
+    assert reading.wait(LIMIT)
+    supervisor.start(
+        MODULE, ServiceSpec(name="ready", restart=0, store_url=supervisor.store.url, run="r", owner=1, recipe={})
+    )
+    assert supervisor.wait(["ready"]), "its lease is held by the thread that starts rollout-0"
+    go_on.set()
+    assert supervisor.wait(["rollout-0"])
 
 
 def test_versions_that_decide_verdicts_are_compared() -> None:
