@@ -186,13 +186,13 @@ def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int)
     checkpoint = run.commit(version - 1).checkpoint if version else None
     first = checkpoint.version if checkpoint else 0
     trainer.run(Load(owner=run.owner, version=first, weights=initial, checkpoint=checkpoint), Done)
+    if first >= version:
+        return None
     source = run
     while source.record.replay_until and source.parent is not None:  # it does not train: the run that it replays did
         source = replace(source.parent, owner=run.owner)
     commits = map(source.commit, range(first, version))
     drift = [retrain_stage(source, trainer, stage_of(source, commit, "train"), commit) for commit in commits]
-    if not drift:
-        return None
     ref, apart = written_weights(run, run.commit(version - 1)), None
     if ref.written:
         apart = trainer.run(Compare(owner=run.owner, version=version, weights=ref), Compared).difference
