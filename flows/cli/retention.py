@@ -82,10 +82,10 @@ def _version_row(version: WeightsVersion, as_json: bool) -> dict[str, object]:
 
 def _compared(run: Run, left: str, right: str) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory(prefix="arealflow-weights-") as scratch:
-        folders = [Path(scratch) / "left", Path(scratch) / "right"]
-        for name, folder in zip((left, right), folders, strict=True):
-            folder.mkdir()
-            materialise(run.store, read_weights(run.store, find_weights(run, name)).files, folder)
+        folders = []
+        for name, into in ((left, Path(scratch) / "left"), (right, Path(scratch) / "right")):
+            into.mkdir()
+            folders.append(materialise(run.store, read_weights(run.store, find_weights(run, name)).files, into))
         return [asdict(difference) for difference in compare_folders(*folders)]
 
 

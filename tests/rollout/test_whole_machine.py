@@ -297,11 +297,12 @@ class Run(RuleBasedStateMachine):
         return {group.index for record in read_spool(self.disk, "run") for group in record.finished}
 
     @precondition(lambda self: self.may_take())
-    @rule(turns=st.integers(0, 20))
-    def take(self, turns: int) -> None:
-        """The next iteration's rollout begins, with servers that lag behind by η at most."""
+    @rule(turns=st.integers(0, 20), fails=st.sampled_from([0, 0, 1, 2]))
+    def take(self, turns: int, fails: int) -> None:
+        """The next iteration's rollout begins, with servers that lag behind by η at most; `fails` requests fail."""
 
         async def work() -> None:
+            self.store.times += fails
             self.taking = asyncio.ensure_future(self.found.take(f"run/rollout/{next(self.owners)}"))
             self.taking.add_done_callback(lambda taken: taken.cancelled() or taken.exception())  # it may be given up
 
@@ -535,7 +536,7 @@ class Run(RuleBasedStateMachine):
         """Nobody is killed for so many steps. Servers load weights in any order: some lag behind for long."""
         draw = random.Random(seed)
         ways: list[Callable[[int], object]] = [
-            lambda turns: self.take(turns) if self.may_take() else None,
+            lambda turns: self.take(turns, draw.choice([0, 0, 0, 1])) if self.may_take() else None,
             lambda turns: self.generate(draw.randrange(3), 3),
             lambda turns: self.finish(draw.randrange(20), [1.0] * draw.randint(1, 3), turns),
             lambda turns: self.train(turns) if self.commit.rollout is not None else None,
