@@ -1,6 +1,6 @@
 """The weights, pauses and memory of a run's inference servers.
 
-A server may generate when it holds, or waits for its turn to load, the target weights, and no other client holds it.
+A healthy server may generate if it holds, or waits in turn to load, the target weights, unless another client holds it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Watchdog:
     end: Callable[[str, str], None]
     ledger: Ledger = LEDGER
     clock: Callable[[], float] = time.monotonic
-    _warned: dict[int, float] = field(default_factory=dict)  # store operation -> seconds until the next warning is due
+    _warned: dict[int, float] = field(default_factory=dict)  # store operation -> seconds after which to warn again
     _waits: dict[int, _Wait] = field(default_factory=dict)
     _closed: threading.Event = field(default_factory=threading.Event)
 
