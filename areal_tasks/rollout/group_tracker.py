@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.staleness import Staleness, Versions
@@ -113,8 +113,8 @@ class GroupTracker:
     def _usable(self, version: int) -> bool:
         """Whether the next iteration, or one after it, may take a group that began with `version`."""
         if self.rule.rule == "admission":
-            live, last = self.live(), min(self.rule.last, self.next + self.live())  # more are not needed for the answer
-            return version <= self.next and live < self.rule.capacity(self.next, last)
+            live, batches = self.live(), map(self.rule.batch, range(self.next, self.rule.last + 1))
+            return version <= self.next and any(taken > live for taken in accumulate(batches))
         return version <= self.next and self.rule.room(self.next, self._versions(), version) > 0
 
     def finish(self, index: int, version: int) -> None:

@@ -102,16 +102,16 @@ class Spool:
         Of a group that waits, it gives the version of the oldest token.
         """
         waiting: dict[int, int] = {}
-        rejected: list[RejectedGroup] = []
+        rejected: dict[int, RejectedGroup] = {}  # each once: a record may repeat an earlier one, whose answer was lost
         self._ends, below = dict(self.first), self.first[0][0]
         self._closed.update(range(below))
         for start in range(below, spool.number_of_starts(self.store, self.run)):
             for record in self.close(start):
-                rejected += [group for group in record.rejected if group.index not in settled]
+                rejected |= {group.index: group for group in record.rejected if group.index not in settled}
                 unsettled = {group.index: group.version for group in record.finished if group.index not in settled}
                 self.note(record, unsettled)
                 waiting |= unsettled
-        return waiting, [group for group in rejected if group.index not in waiting]
+        return waiting, [group for index, group in rejected.items() if index not in waiting]
 
     def close(self, start: int) -> list[SpoolRecord]:
         """Close a start. Returns the records that are not noted, of which the last closes it.

@@ -268,9 +268,7 @@ def say(text: str) -> None:
 def main() -> None:
     options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that what was started is stopped
-    victims = [v for v in VICTIMS if not options.only or v in options.only.split(",")]
-    if not victims:
-        sys.exit(f"--only {options.only}: the victims are {', '.join(VICTIMS)}")
+    victims = options.only
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     kinds = len(POINTS) + len(SPOOL_POINTS) * bool(options.eta)
     kills = f"{options.rounds} random instants and {2 * kinds * options.commits} commits"
@@ -313,9 +311,17 @@ def report(tallies: Sequence[Tally], seed: int, seconds: float, table: str) -> b
     return not failed
 
 
+def victims_of(only: str) -> list[str]:
+    """The victims that `--only` names; all where it names none."""
+    named = only.split(",") if only else VICTIMS
+    if unknown := [name for name in named if name not in VICTIMS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the victims are {', '.join(VICTIMS)}")
+    return [victim for victim in VICTIMS if victim in named]
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="The kill matrix.")
-    made.add_argument("--only", default="", help=f"victims, of {', '.join(VICTIMS)}")
+    made.add_argument("--only", default="", type=victims_of, help=f"victims, of {', '.join(VICTIMS)}")
     made.add_argument("--rounds", type=int, default=20, help="kills at random instants for each victim")
     made.add_argument("--commits", type=int, default=1, help="kills before, and after, each kind of commit")
     made.add_argument("--eta", type=int, default=0, help="rollout.max_head_offpolicyness of the runs")

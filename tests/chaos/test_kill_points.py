@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrix import POINTS, Tally, difference, report
-from scene import INJECT, Bucket
+from matrix import POINTS, Tally, difference, parser, report
+from scene import INJECT, VICTIMS, Bucket
 from store_listing import listed
 from waiting import wait_until
 
@@ -111,3 +111,11 @@ def test_a_run_that_resumes_too_late_is_a_failure_that_is_named(tmp_path: Path, 
     failed = [line for line in table.read_text().splitlines() if line.startswith("FAILED")]
     what = "FAILED chaos-flow-1, iteration 7, at a random instant: resumed after 61.5 s, more than 60 s"
     assert failed == ([what] if late else [])
+
+
+def test_a_victim_that_does_not_exist_is_named_beside_one_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parser().parse_args([]).only == list(VICTIMS)
+    assert parser().parse_args(["--only", "trainer,flow"]).only == ["flow", "trainer"]
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--only", "flow,trianer"])
+    assert "trianer: the victims are flow, worker, trainer" in capsys.readouterr().err

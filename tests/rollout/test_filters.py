@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from near import Here, some_store
-from test_rollouts import BATCH, Scene, at, go, rollouts, sample
+from test_rollouts import BATCH, Scene, at, go, rollouts, sample, writer
 from waiting import LIMIT, until
 
 from areal_tasks.rewards.pool import VerifyResult
@@ -295,6 +295,16 @@ def test_a_rejection_is_recorded_before_the_groups_that_it_has_made_room_for_are
         assert not found.rejections.metrics()
 
     go(work())
+
+
+def test_rejections_that_are_recorded_again_since_an_answer_was_lost_count_once(local_store: Store) -> None:
+    first, second = (RejectedGroup(index=index, reason="min_success: 0") for index in (1, 2))
+    disturbed = writer(local_store)
+    disturbed.write({}, [first])
+    disturbed.next = (0, 1)  # as after an error
+    records = disturbed.write({}, [first, second])
+    assert [[group.index for group in record.rejected] for record in records] == [[1], [1, 2]]
+    assert at(local_store, owner=2).recover(SettledGroups()) == ({}, [first, second])
 
 
 def test_what_waits_for_long_is_recorded_with_its_verdicts(local_store: Store) -> None:

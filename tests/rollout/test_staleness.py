@@ -106,6 +106,18 @@ def test_the_weaker_rule_keeps_as_many_groups_as_iterations_take(
     assert tracker.live() + sum(map(len, without)) == finished + running
 
 
+def test_the_weaker_rule_looks_no_further_than_the_groups_go() -> None:
+    asked = list[int]()
+
+    def batch(k: int) -> int:
+        asked.append(k)
+        return 100
+
+    tracker = GroupTracker(Staleness(lambda k: 4, 100_000, batch, "admission"), 7)
+    tracker.restore(dict.fromkeys(range(500), 0))
+    assert tracker.ready() == 500 and set(asked) == set(range(7, 12)) and len(asked) <= 500 * 5
+
+
 def test_synchronous_training_admits_one_batch_of_the_newest_version() -> None:
     rule_ = Staleness(lambda k: 0, 9, lambda j: 4)
     assert [rule_.room(3, {}, version) for version in (2, 3)] == [0, 4]
