@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 settings.register_profile("any machine", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+pytest.register_assert_rewrite("whole_run")  # else pytest shows no values where these fail
 
 
 QUIET = (
