@@ -290,6 +290,7 @@ def run(folder: Path, job: NodeJob) -> int:
 
 
 def main() -> None:
+    """Serve the job that the environment describes, in a folder of its own; exits with the code of `run`."""
     with as_service():
         job = NodeJob.model_validate_json(os.environ.pop(JOB))
         prefix = f"arealflow-node-{job.spec.name}-"
