@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import pytest
-from machines.bed import NETWORK, ROOT, Machine, Machines
-from machines.clusters import start_ray
-from machines.runs import UNTRAINED
+from machines.bed import Machines
+from machines.ray_bed import FOREVER, SECRET, Bed, Flow, ray_processes
 from waiting import LIMIT, wait_until
 
 from areal_tasks.launchers import ray
@@ -27,86 +23,8 @@ from areal_tasks.launchers.placement import propose
 from schemas.errors import UserError
 from schemas.recipe.launcher import Launcher
 
-FOLDER: Final = "/tmp/flow"
-FOREVER: Final = "import os, socket, time; print(socket.gethostname(), os.getpid(), flush=True); time.sleep(1e6)"
-SECRET: Final = "b5f0-a-secret-of-the-flow-93c1"
 SHOWN: Final = "77ac-no-secret-of-the-task-1d0e"
-NUMBERS: Final = count()
-ADDED: Final = {"resources": {"CPU": 2, "object_store_memory": 80_000_000}, "node_config": {}, "max_workers": 3}
-#: Ray's autoscaler. The nodes that it adds are raylets of the head's machine, and go after 12 s without work.
-AUTOSCALING: Final = {
-    "cluster_name": "bed",
-    "max_workers": 3,
-    "provider": {"type": "fake_multinode", "use_node_id_as_ip": True, "disable_node_updaters": True},
-    "available_node_types": {"ray.head.default": {"resources": {"CPU": 0}, "node_config": {}}, "added": ADDED},
-    "head_node_type": "ray.head.default",
-    "idle_timeout_minutes": 0.2,
-    **{unused: {} for unused in ("auth", "file_mounts", "cluster_synced_files")},
-    **{unused: [] for unused in ("worker_setup_commands", "worker_start_ray_commands")},
-}
 on_ray = pytest.mark.slow("Ray's daemons, half a minute")
-
-
-class Flow:
-    """A flow on a machine, that obeys `ray_flow.py`'s orders."""
-
-    def __init__(self, machine: Machine, head: str) -> None:
-        self.machine = machine
-        self.folder = f"{FOLDER}{next(NUMBERS)}"
-        machine.run(["mkdir", self.folder])
-        environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": head, "AREAL_SECRET": SECRET}
-        command = [sys.executable, str(ROOT / "tests" / "launchers" / "ray_flow.py"), self.folder]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = machine.popen(command, environment, **pipes)
-
-    def ask(self, function: str, **arguments: object) -> Any:
-        self.process.stdin.write(json.dumps([function, arguments]) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer["result"]
-
-    def waiting(self, name: str) -> str:
-        return str(self.ask("state", name=name)[0])
-
-    def exit_code(self, name: str) -> int | None:
-        code: int | None = self.ask("state", name=name)[1]
-        return code
-
-    def ended(self, name: str) -> int:
-        """The exit code, once it has ended."""
-        wait_until(lambda: self.exit_code(name) is not None, f"the end of {name}")
-        return self.ask("state", name=name)[1]  # type: ignore[no-any-return]
-
-    def output(self, name: str) -> str:
-        """What it has printed, once it has printed something."""
-        file = self.machine.path(f"{self.folder}/{name}.out")
-        wait_until(file.exists, f"output of {name}")
-        return file.read_text()
-
-    def forever(self, name: str, **resources: int) -> tuple[str, int]:
-        """Submit a task that runs until it is ended: its machine and its process there."""
-        self.ask("submit", name=name, code=FOREVER, **resources)
-        host, process = self.output(name).split()
-        return host, int(process)
-
-
-class Bed:
-    """Ray on three machines; flows are on the head, which runs no task."""
-
-    def __init__(self, machines: Machines) -> None:
-        self.machines = machines
-        self.address = f"{machines['head'].address}:6379"
-        start_ray(machines["head"], "--head", "--num-cpus=0", "--include-dashboard=false")
-        for name in ("node1", "node2"):
-            start_ray(machines[name], f"--address={self.address}", "--num-cpus=2", **machines.s3)
-
-    def flow(self) -> Flow:
-        return Flow(self.machines["head"], self.address)
-
-    def gone(self, host: str, process: int) -> bool:
-        return not self.machines[host].path(f"/proc/{process}").exists()
 
 
 @pytest.fixture(scope="module")
@@ -200,12 +118,6 @@ def test_ray_gets_no_secret_of_the_flow(bed: Bed, flow: Flow) -> None:
     assert not bed.gone(*where)
 
 
-def ray_processes(bed: Bed) -> list[psutil.Process]:
-    """Those of the head's GCS, of the raylets, of the drivers, and of Ray's workers."""
-    found = [one for machine in bed.machines for one in psutil.Process(machine.pid).children(recursive=True)]
-    return [one for one in found if re.search(r"gcs_server|raylet|ray_driver|ray::", " ".join(one.cmdline()[:3]))]
-
-
 def holds(process: psutil.Process, text: str) -> bool:
     """Whether the text is in the memory of a process."""
     with open(f"/proc/{process.pid}/mem", "rb") as memory:
@@ -223,79 +135,6 @@ def read(memory: Any, begin: int, end: int) -> bytes:
         return bytes(memory.read(end - begin))
     except (OSError, OverflowError):
         return b""
-
-
-@pytest.mark.slow("Ray takes half a minute to find that a node is lost")
-def test_lost_nodes() -> None:
-    """A task is lost with a node that vanishes, or that is cut off."""
-    with Machines("head", "node1", "node2") as machines:
-        bed = Bed(machines)
-        flow = bed.flow()
-        first, second = flow.forever("a", cpus=2), flow.forever("b", cpus=1)
-        machines.cut(second[0])
-        assert flow.ended("b") == LOST and flow.exit_code("a") is None
-        machines[first[0]].kill()
-        assert flow.ended("a") == LOST
-        assert "node has died" in flow.output("a")
-        flow.ask("submit", name="c", code=FOREVER, cpus=2)
-        wait_until(lambda: "waits for 2 CPU" in flow.waiting("c"), "a reason")
-        flow.ask("close")
-
-
-@pytest.mark.slow("Ray's driver gives up a head that has ended after a minute")
-def test_a_lost_head() -> None:
-    with Machines("head", "node1", "node2") as machines:
-        bed = Bed(machines)
-        flow = bed.flow()
-        where = flow.forever("a")
-        head = [one for one in ray_processes(bed) if "gcs_server" in one.cmdline()[0]]
-        head[0].kill()
-        assert flow.exit_code("a") is None
-        with pytest.raises(UserError, match="Ray's driver has ended, or has not answered"):
-            flow.ask("submit", name="b", code=FOREVER)
-        assert flow.ended("a") == LOST
-        wait_until(lambda: bed.gone(*where), "the end of the task")
-        with pytest.raises(UserError, match="No Ray cluster answers at RAY_ADDRESS"):
-            flow.ask("submit", name="c", code=FOREVER)
-
-
-@pytest.mark.slow("a whole quickstart, 2 min")
-def test_the_quickstart_on_a_cluster() -> None:
-    """Its services run on the nodes, which have the keys of the store from the environment of `ray start`."""
-    with Machines("head", "node1", "node2", s3=True) as machines:
-        bed = Bed(machines)
-        place = ["launcher.type=ray", f"launcher.network={NETWORK}.0/24"]
-        command = [sys.executable, "-m", "arealflow.command", "run", "quickstart", *place, "schedule.iterations=1"]
-        environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": bed.address, **machines.s3}
-        log = machines["head"].run(command, environment).stderr
-        assert "iteration 0 done (1 of 1)" in log
-        hosts = dict(re.findall(r"service (\S+) starts on (\S+)", log))
-        assert hosts.keys() == {"trainer", "inference-0", "rollout-0", "rollout-evaluation"}
-        assert set(hosts.values()) == {"node1", "node2"}
-
-
-@pytest.mark.slow("a whole quickstart, 2 min")
-def test_the_quickstart_on_nodes_that_the_autoscaler_adds() -> None:
-    """The plan says what services wait for, nodes are added for them, and go when the run has ended."""
-    with Machines("head", s3=True) as machines:
-        head = machines["head"]
-        head.path(config := "/tmp/autoscaling.json").write_text(json.dumps(AUTOSCALING))
-        own = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", **machines.s3}
-        start_ray(head, "--head", "--num-cpus=0", "--include-dashboard=false", f"--autoscaling-config={config}", **own)
-        flow = Flow(head, address := f"{head.address}:6379")
-        place = ["launcher.type=ray", f"launcher.network={NETWORK}.0/24", "launcher.ray.autoscaling=true"]
-        environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, **machines.s3}
-
-        def arealflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-            return head.run([sys.executable, "-m", "arealflow.command", *arguments], environment)
-
-        planned = json.loads(arealflow("plan", "quickstart", "--placement", "--json", *place).stdout)
-        assert {row["state"] for row in planned} == {"waits"}
-        assert "no node has 1 CPU; the largest has none: the autoscaler has to add a larger one" in planned[0]["why"]
-        log = arealflow("run", "quickstart", "run=r", *place, *UNTRAINED, "schedule.iterations=1").stderr
-        assert "service trainer starts on head" in log and "iteration 0 done (1 of 1)" in log
-        assert "r: sound" in arealflow("audit", "r").stdout
-        wait_until(lambda: flow.ask("machines") == [["head", 0, 0]], "the end of the added nodes")
 
 
 def test_a_node_that_is_drained_is_proposed_for_nothing() -> None:
