@@ -40,7 +40,9 @@ def check_encrypted(urls: Sequence[str], trusted: bool) -> None:
     Raises:
         UserError: it is neither.
     """
-    plain = [url for url in urls if urlsplit(url).scheme == "http" and not _on_loopback(urlsplit(url).hostname or "")]
+    plain = [
+        url for url in urls if (parts := urlsplit(url)).scheme == "http" and not _on_loopback(parts.hostname or "")
+    ]
     if plain and not trusted:
         raise UserError(
             f"{ADDRESSES}: {plain[0]} would be sent prompts, and {SERVER_TOKEN} if it is set, unencrypted. Start the "

@@ -63,7 +63,8 @@ def advice(service: str, log: str) -> str:
         return CACHE
     if _holds(log, DEVICE_PHRASES):
         return TRAINER if trainer else SERVER
-    return HOST if _holds(log.partition(KILLED_ITSELF)[0], PART_KILLED) else ""  # killed by another program
+    # what another program kills is logged before SGLang kills itself
+    return HOST if _holds(log.partition(KILLED_ITSELF)[0], PART_KILLED) else ""
 
 
 def _holds(log: str, phrases: tuple[str, ...]) -> bool:

@@ -194,7 +194,8 @@ class Generation:
         access, limits = context.engines.supervisor.access, recipe.rollout
         rollouts = Rollouts(self.tracker, client, order, lambda url, flow: Link(url, access, flow), limits, spool)
         rollouts.held = self._held
-        counted = context.iteration > self._first  # perhaps: a reused rollout has filled a batch and counted them
+        # after the first iteration of this start: its rollout was reused, filled a batch and may have counted them
+        counted = context.iteration > self._first
         rollouts.rejections.restore([] if counted else rejected, self.tracker.ready())
         return rollouts
 
