@@ -83,11 +83,15 @@ class Keeper:
 
     def __call__(self) -> None:
         """Watch until stopped; a failed poll, as on a full disk or while the server is down, is retried."""
+        failed = False
         while not self.stopped.wait(POLL_SECONDS):
             try:
                 self.poll()
+                if failed:
+                    log.info("polls succeed again")
+                failed = False
             except Exception as error:
-                away = isinstance(error, httpx.HTTPError)
+                failed, away = True, isinstance(error, httpx.HTTPError)
                 log.warning("this poll failed: %s", error or type(error).__name__, exc_info=not away)
 
     def poll(self) -> None:
