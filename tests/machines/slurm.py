@@ -42,6 +42,7 @@ SlurmdTimeout={patience}
 SlurmctldTimeout=5
 KillWait=2
 MessageTimeout=10
+SrunPortRange=61000-63000
 ReturnToService=2
 MpiDefault=none
 """
