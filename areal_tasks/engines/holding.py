@@ -39,4 +39,4 @@ def held_server(servers: Servers, ref: WeightsRef) -> Iterator[InferenceClient]:
 def _release(servers: Servers, pool: InferenceClient, server: Server, own: InferenceClient) -> None:
     servers.holder = None
     servers.loop.run(own.close())
-    servers.loop.run(pool.release(server))
+    servers.ask_workers(pool.release(server))

@@ -200,6 +200,11 @@ class Servers:
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
             return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
+    def ask_workers(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same for one that waits for rollout workers alone: the watchdog ends one that hangs. No supervision."""
+        with self.watchdog.waiting("an answer of the rollout workers", self._workers_heartbeats):
+            return self.loop.run(work)
+
     def _supervise_if_free(self, generates: InferenceClient | None) -> None:
         if not self._lock.acquire(blocking=False):
             return  # another thread uses the servers, and supervises them
@@ -304,7 +309,7 @@ class Servers:
                 return self._load(client, ref)
             return self._proof.of(client, lambda: self._send(client, trainer, ref))
         except BaseException:
-            self.loop.run(client.forget_versions())
+            self.ask_workers(client.forget_versions())
             raise
 
     def _load(self, client: InferenceClient, ref: WeightsRef) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,9 @@ from areal_tasks.engines import server_pool
 from areal_tasks.engines.handover import name_of
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.sharing import Followers
 from areal_tasks.engines.trainer.commands import Command, Publish, Written
+from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.store.backend import Missing, Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import upload
@@ -27,6 +30,7 @@ from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
+from schemas.recipe.launcher import Launcher
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
 from tests.inference.fake_supervisor import FakeSupervisor, publish, supervise
@@ -184,3 +188,42 @@ def test_a_server_is_not_waited_for_where_no_thread_gives_the_weights_that_all_l
             servers.call(holding, generates=client)
         assert client.stuck and len(client.healthy()) == 2 and not client.held()
         check(engines, loaders)
+
+
+class Hangs(Followers):
+    """Rollout workers that do not answer until they are ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    async def acknowledged(self) -> None:
+        await self.ended.wait()
+
+
+def test_a_worker_that_hangs_after_a_failed_publication_is_named_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flow waits until it has acknowledged that the versions are unknown."""
+    with running(tmp_path) as (engines, _, author):
+        servers, worker, waits = engines.servers, Hangs(), list[str]()
+        client = servers.inference()
+
+        def end(name: str, why: str) -> None:
+            waits.extend(engines.watchdog.registered())
+            servers.loop.loop.call_soon_threadsafe(worker.ended.set)
+
+        hanging = Watchdog(Launcher(warn_seconds=0.1, hang_seconds=0.2), end)
+        monkeypatch.setattr(servers, "watchdog", hanging)
+        monkeypatch.setattr(engines, "watchdog", hanging)
+        monkeypatch.setattr(servers, "_workers_heartbeats", lambda: {"rollout-0": Heartbeat(None, "no answer")})
+        monkeypatch.setattr(client, "update_weights", lambda *_: refused())
+        client.followers.parts.append(worker)
+        with pytest.raises(UserError, match="no server takes them"):
+            publish(engines, author, 4)
+        assert "an answer of the rollout workers" in waits
+        hanging.close()
+
+
+async def refused() -> list[float]:
+    raise UserError("no server takes them")
