@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.data.batching import make_layout, make_sequences
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.forward import one_core, to_device
 from areal_tasks.engines.trainer.learner import Learner
 from areal_tasks.engines.trainer.local import LocalBackend

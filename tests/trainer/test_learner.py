@@ -23,7 +23,7 @@ from trainer_builders import (
 
 from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.data.batching import LEFT_OUT, make_layout
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.plan import Plan, make_plan

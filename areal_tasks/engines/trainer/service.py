@@ -19,8 +19,7 @@ import torch
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import commands
-from areal_tasks.engines.trainer.backend import Fetch, Progress
-from areal_tasks.engines.trainer.checkpoint import METADATA, Saving
+from areal_tasks.engines.trainer.checkpoint import METADATA, Fetch, Progress, Saving
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
