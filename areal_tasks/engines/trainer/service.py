@@ -32,7 +32,7 @@ from areal_tasks.engines.trainer.ranks import end_group, gather
 from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, largest_difference, read_description
+from areal_tasks.engines.trainer.snapshot import Snapshot, largest_difference, read_description
 from areal_tasks.engines.trainer.tables import FetchedTables
 from areal_tasks.engines.trainer.transport import Sender, handles_of
 from areal_tasks.engines.trainer.writing import CheckpointWriter
@@ -86,7 +86,7 @@ class Trainer:
         self.fetched = own / "weights"  # on the first rank of each machine, for all there
         self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
-        self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
+        self.snapshot = Snapshot()
         self.writer = CheckpointWriter(self.store, self.group)
         self.sending = spec.sending
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
@@ -107,11 +107,12 @@ class Trainer:
                 f"version {command.version} was asked for, but {source.path} holds version {source.version}"
             )
         weights = self._fetch(command.weights)
-        dtype, is_first = self.snapshot.dtype, self.group.rank == 0
+        dtype, is_first = self.backend.dtype, self.group.rank == 0
         self.description = self.group.together(lambda: read_description(weights, dtype) if is_first else {})
         saved = self._saved(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
-        self.snapshot.forget()
+        with self.snapshot.lock:
+            self.snapshot.version = None  # the policy that is loaded may have the same version number
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(*saved) if saved else fresh
