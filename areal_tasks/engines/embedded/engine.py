@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -86,7 +87,7 @@ class Engine:
         return self._command(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        return self._command(self._resume)
+        return self._command(partial(setattr, self, "paused", False))
 
     def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
         """Replace the weights between two steps. Running sequences continue from their tokens, with recomputed caches.
@@ -305,9 +306,6 @@ class Engine:
         self.paused = True
         if mode == "abort":
             self._abort(lambda sequence: True)
-
-    def _resume(self) -> None:
-        self.paused = False
 
     def _cancel_prefills(self) -> list[Sequence]:
         for slot in [slot for p in self._prefills for slot in p.slots]:
