@@ -33,7 +33,7 @@ from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
 from areal_tasks.engines.trainer.snapshot import Snapshot, largest_difference, read_description
-from areal_tasks.engines.trainer.tables import FetchedTables
+from areal_tasks.engines.trainer.tables import SharedTables
 from areal_tasks.engines.trainer.transport import Sender, handles_of
 from areal_tasks.engines.trainer.writing import CheckpointWriter
 from areal_tasks.store.backend import Store, open_store
@@ -82,7 +82,7 @@ class Trainer:
         self.work = Work()
         self._scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
         own = Path(self._scratch.name)
-        self.tables = FetchedTables(self.group, own / "tables")
+        self.tables = SharedTables(self.group, own / "tables")
         self.fetched = own / "weights"  # on the first rank of each machine, for all there
         self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
