@@ -39,7 +39,7 @@ from schemas.recipe.training import Trainer
 TABLES: Final = {"rollout": 3277, "advantage": MAX_ROWS}
 SETTINGS = Settings(
     kind="grpo", seed=0, trainer=Trainer(micro_batch_tokens=16_384), model=Model(path="none"), temperature=1.0,
-    minibatches=4, iterations=1, mean="token_mean",
+    minibatches=4, total_steps=4, mean="token_mean",
 )  # fmt: skip
 Used = tuple[float, float]  # CPU s, MB
 

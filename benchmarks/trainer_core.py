@@ -89,7 +89,7 @@ def make_settings(shape: str, backend: str, arguments: argparse.Namespace, steps
         model=model,
         temperature=1.0,
         minibatches=steps,
-        iterations=10,
+        total_steps=10 * steps,
         mean="token_mean",
         clip_ratio=0.2,
         behaviour=Bound("cap", 2.0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,4 +327,4 @@ def test_a_recipe_that_trains_nothing_is_named() -> None:
     recipe = rlhf_recipe()
     with pytest.raises(UserError, match="evaluate"):
         read_settings({**recipe, "flow": "evaluate"})
-    assert replace(_settings(), iterations=3).total_steps == 6
+    assert _settings(schedule={"iterations": 3}).total_steps == 6

@@ -134,7 +134,8 @@ class Saving:
         index = self.folder / METADATA
         files = {METADATA: (file_sha256(index), index.stat().st_size)}
         put(METADATA)
-        return files | {one.file: (one.file_sha256, one.file_bytes) for results in there for one in results}
+        written = [one for results in there for one in results]
+        return files | {one.storage_data.relative_path: (one.file_sha256, one.file_bytes) for one in written}
 
 
 @contextmanager
