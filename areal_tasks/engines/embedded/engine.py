@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer,
                  eos: frozenset[int], deterministic: bool,
-                 on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
+                 on_failure: Callable[[], None] = lambda: None) -> None:  # fmt: skip
         self.runner = runner
         self.version = version
         self.detokenizer = detokenizer
@@ -135,8 +135,7 @@ class Engine:
             log.exception("the engine's thread failed")
             self.failure = f"the engine failed: {error!r}; see the server's log"
             self._fail_all(RuntimeError(self.failure))
-            if self._on_failure is not None:
-                self._on_failure()
+            self._on_failure()
         self.failure = self.failure or "the engine was closed"
         self._run_commands()
 
@@ -167,8 +166,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free slots to queued sequences in order of arrival, until a prefill pass is full."""
-        while self._queue and self._slots.vacancies and len(self._prefills) < self._prefill_sizes(self._queue[0])[-1]:
-            now, later = self._queue.popleft().split(self._slots.vacancies)
+        while self._queue and self._slots.free and len(self._prefills) < self._prefill_sizes(self._queue[0])[-1]:
+            now, later = self._queue.popleft().split(len(self._slots.free))
             now.slots = [self._slots.take(sequence) for sequence in now.sequences]
             self._prefills.append(now)
             if later.sequences:
