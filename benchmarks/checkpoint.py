@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.writing import CheckpointWriter

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = iteration_tables(0, FILE_ROWS, with_tokens=True)["rollout"]["rollout"]
         file = store.local(write_table(store, "one", "rollout", made).shards[0].path)
         assert file is not None
-        tables = SharedTables(Group(0, ranks, dist.HashStore()), None, ["rollout"], [file])
+        tables = SharedTables(Group(0, ranks, dist.HashStore()), Path(folder), names=["rollout"], files=[file])
         for scores, what, columns in ((False, "to train", read_of("rollout", ages=False)), (True, "to score", TEXT)):
 
             def read(columns: Sequence[str] = columns) -> list[pa.Table]:

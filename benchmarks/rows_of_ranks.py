@@ -27,7 +27,7 @@ from areal_tasks.engines.trainer.plan import plan_and_batch, plan_and_texts
 from areal_tasks.engines.trainer.ranks import serve_store, use_interface
 from areal_tasks.engines.trainer.rows import TEXT, grpo_batch, read_of, read_sequences
 from areal_tasks.engines.trainer.settings import Settings
-from areal_tasks.engines.trainer.tables import FetchedTables
+from areal_tasks.engines.trainer.tables import SharedTables
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.shards import MAX_ROWS, read_table, write_table
 from benchmarks.bare_loop import machine
@@ -39,7 +39,7 @@ from schemas.recipe.training import Trainer
 TABLES: Final = {"rollout": 3277, "advantage": MAX_ROWS}
 SETTINGS = Settings(
     kind="grpo", seed=0, trainer=Trainer(micro_batch_tokens=16_384), model=Model(path="none"), temperature=1.0,
-    minibatches=4, iterations=1, mean="token_mean",
+    minibatches=4, total_steps=4, mean="token_mean",
 )  # fmt: skip
 Used = tuple[float, float]  # CPU s, MB
 
@@ -65,7 +65,7 @@ def all_rows(store: Store, command: Train, scores: bool, _group: Group) -> None:
 
 def own_rows(store: Store, command: Train, scores: bool, group: Group) -> None:
     """Read as one of the ranks of `group`."""
-    fetched = FetchedTables(group, Path("unused"))
+    fetched = SharedTables(group, Path("unused"))
     if scores:
         plan_and_texts(fetched.fetch(store, {"rollout": command.tables["rollout"]}, keeps=True), SETTINGS)
     else:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.data.batching import make_layout, make_sequences
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.forward import one_core, to_device
 from areal_tasks.engines.trainer.learner import Learner
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -89,7 +89,7 @@ def make_settings(shape: str, backend: str, arguments: argparse.Namespace, steps
         model=model,
         temperature=1.0,
         minibatches=steps,
-        iterations=10,
+        total_steps=10 * steps,
         mean="token_mean",
         clip_ratio=0.2,
         behaviour=Bound("cap", 2.0),

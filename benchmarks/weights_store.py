@@ -37,7 +37,7 @@ def policy(gb: float) -> Snapshot:
     """A policy of random weights."""
     raw = torch.randint(-(2**15), 2**15, (ROWS, COLUMNS), dtype=torch.int16).view(torch.bfloat16)
     count = max(1, round(gb * 1e9 / raw.nbytes))
-    held = Snapshot(torch.bfloat16)
+    held = Snapshot()
     held.take(1, ((f"layer.{n}", raw.roll(n)) for n in range(count)))
     return held
 

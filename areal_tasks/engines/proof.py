@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.loop_thread import Call
@@ -22,7 +22,6 @@ from schemas.errors import UserError, listed
 from schemas.recipe.recipe import Recipe, SftRecipe
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 Checksums = Mapping[str, Sequence[Mapping[str, str]]]  # by server, GPU and tensor
 Give = Callable[[], list[float]]

@@ -23,7 +23,6 @@ from areal_tasks.store.in_flight import LEDGER
 from schemas.recipe.recipe import SftRecipe
 
 Row = dict[str, Any]
-Queue = tuple[int, int | None]  # what is being worked on, and what waits
 
 FLOW: Final = "flow"
 #: The run counts as waiting for the store if an operation takes longer.

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -44,7 +43,7 @@ class _Waiter(NamedTuple):
     given: asyncio.Future[Server]
 
 
-class ServerPool(ABC):
+class ServerPool:
     """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
     One client of the servers, in the flow, manages them: it has target weights and gives them to the servers. In other
@@ -94,7 +93,6 @@ class ServerPool(ABC):
         for server in self.servers:
             await server.close()
 
-    @abstractmethod
     async def _prepare(self, server: Server) -> None:
         """Probe a server, and bring it to the state of the others. ServerDown or UserError if that fails."""
 

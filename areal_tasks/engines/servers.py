@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -61,7 +62,7 @@ class Servers:
     transport: Transport = "store"
     serving: WeightsRef | None = None
     written: WeightsRef | None = None  # the newest in the store, which a server can start on
-    holder: InferenceClient | None = None  # of the one server that is held (`holding.py`)
+    holder: InferenceClient | None = None  # of the one server that is `held`
     _lock: threading.RLock = field(default_factory=threading.RLock)  # stages that run at once use the same servers
     _client: InferenceClient | None = None
     _ready: list[Ready] = field(default_factory=list)  # as the client knows them
@@ -163,6 +164,28 @@ class Servers:
         else:
             self._supervise()
         return self._client
+
+    @contextmanager
+    def held(self, ref: WeightsRef) -> Iterator[InferenceClient]:
+        """Inside, a client of one server, which has `ref` and generates for it alone. Others go on with newer weights.
+
+        The store has `ref`. ServerDown: this server has ended, which closes the client, or all others lack weights that
+        only the trainer has and is not sending.
+        """
+        pool, source = self.inference(waits=False), WeightsSource(self.run.store, self.weights.reads_store)
+        server, current = self.call(pool.hold(name_of(ref)), generates=pool)
+        own = self.new_client(pool.settings.request_timeout_seconds if self.external else math.inf)
+        with ExitStack() as stack:
+            stack.callback(lambda: self.ask_workers(pool.release(server)))  # last
+            stack.callback(lambda: self.loop.run(own.close()))
+            stack.callback(setattr, self, "holder", None)
+            stack.callback(source.fetched.close)
+            version, name, where = source.target(ref)
+            self.loop.run(own.holding(version, name, where if current else source.ready(ref)))
+            self.loop.run(own.sync({server.url: server.start}, [server.url] if current else []))
+            self.holder = own
+            self.call(own.wait_healthy())
+            yield own
 
     def new_client(self, patience_seconds: float | None) -> InferenceClient:
         """A client that has no servers yet. `patience_seconds`: see `InferenceClient`."""

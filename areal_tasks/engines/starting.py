@@ -69,9 +69,9 @@ def ready(
     """The addresses of these services, once they have started; one that has ended is restarted, on `weights`."""
 
     def starting() -> dict[str, Heartbeat]:
-        waiting = {name for name in names if supervisor.services[name].handle.waiting()}
-        found = supervisor.starting(names).items()
-        return {name: Heartbeat(None, what, NO_MACHINE if name in waiting else "") for name, what in found}
+        services = [supervisor.services[name] for name in names if not supervisor.services[name].url]
+        found = [(s.spec.name, s.handle.waiting(), f"see {s.job.log}") for s in services]
+        return {name: Heartbeat(None, why or log, NO_MACHINE if why else "") for name, why, log in found}
 
     with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
         return supervisor.wait(names, weights)

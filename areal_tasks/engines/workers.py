@@ -66,7 +66,7 @@ class Workers:
 
     def _join_and_leave(self) -> None:
         """Stop leaving workers that no longer hold groups, and start those that are missing."""
-        found = {name: one for name in self._leaving if (one := self.supervisor.running(name)) is not None}
+        found = {name: one for name in self._leaving if (one := self.supervisor.services[name].ready) is not None}
         running = {name: (one.url, one.restart) for name, one in found.items()}
         manager = self._manager
         empty = self.loop.run(manager.leave(running.values())) if manager and running else running.values()
@@ -99,7 +99,7 @@ class Workers:
                 self._join_and_leave()
             staying = [name for name in self.names if name not in self._leaving]
             found = self.supervisor.poll(staying, explained=lambda: self.loop.run(manager.explained_ends()))
-            found += [one for name in self._leaving if (one := self.supervisor.running(name)) is not None]
+            found += [one for name in self._leaving if (one := self.supervisor.services[name].ready) is not None]
             if found != self._ready:
                 self._ready = found
                 self.loop.run(manager.use_workers({(one.url, one.restart) for one in found}))

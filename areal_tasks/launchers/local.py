@@ -19,14 +19,14 @@ import uvicorn
 
 from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
 from areal_tasks.engines.service import SPEC, TOKEN, make_server
-from areal_tasks.launchers.protocol import Job
+from areal_tasks.launchers.protocol import Handle, Job, Launcher
 from areal_tasks.launchers.usage import Usage, machine, measure
 
 #: Where torch keeps compiled code. By default that is below TMPDIR, which is removed with the service.
 INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class InlineHandle:
+class InlineHandle(Handle):
     """A service in a thread."""
 
     def __init__(self, server: uvicorn.Server, thread: threading.Thread) -> None:
@@ -36,9 +36,6 @@ class InlineHandle:
     def exit_code(self) -> int | None:
         return None if self.thread.is_alive() else 1
 
-    def waiting(self) -> str:
-        return ""
-
     def usage(self) -> Usage | None:
         return machine()
 
@@ -47,10 +44,8 @@ class InlineHandle:
         self.thread.join(grace_seconds)
 
 
-class InlineLauncher:
+class InlineLauncher(Launcher):
     """Starts each service's app in a thread with an event loop of its own."""
-
-    authority = ""
 
     def start(self, job: Job) -> InlineHandle:
         """Start the service in a thread of this process."""
@@ -60,11 +55,8 @@ class InlineLauncher:
         thread.start()
         return InlineHandle(server, thread)
 
-    def close(self) -> None:
-        """Nothing to do: threads end with this process."""
 
-
-class LocalHandle:
+class LocalHandle(Handle):
     """A service process and its group."""
 
     def __init__(self, process: subprocess.Popen[bytes], scratch: Path, gpus: Sequence[str] = ()) -> None:
@@ -74,9 +66,6 @@ class LocalHandle:
 
     def exit_code(self) -> int | None:
         return self.process.poll()
-
-    def waiting(self) -> str:
-        return ""
 
     def usage(self) -> Usage | None:
         return measure(self.process.pid, self.gpus) if self.exit_code() is None else None
@@ -95,10 +84,8 @@ class LocalHandle:
             os.killpg(self.process.pid, number)
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts processes that hold the read end of a pipe whose write end only this process has (the lifeline)."""
-
-    authority = ""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = os.pipe()  # neither is inherited unless passed on

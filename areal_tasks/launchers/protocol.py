@@ -46,6 +46,7 @@ class Handle(Protocol):
 
     def waiting(self) -> str:
         """Why no machine runs it yet; empty once one does."""
+        return ""
 
     def usage(self) -> Usage | None:
         """The service's use of its machine, measured now or a few seconds ago; None if no machine runs it."""
@@ -60,6 +61,7 @@ class Launcher(Protocol):
     @property
     def authority(self) -> str:
         """See `Access.authority`; empty if services speak plain HTTP."""
+        return ""
 
     def start(self, job: Job) -> Handle:
         """Start a service. Several threads may call this at once.
@@ -67,7 +69,8 @@ class Launcher(Protocol):
         UserError if no machine can run it now, or ever; OSError if it could not be started.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what this process alone does for the services; threads end with it."""
 
 
 class Starting:

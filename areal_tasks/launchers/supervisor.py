@@ -148,10 +148,6 @@ class Supervisor:
             self._unused = max(self._unused, service.spec.restart + 1)
         service.handle.stop()
 
-    def running(self, name: str) -> Ready | None:
-        """The service, if it is ready now. It is not restarted."""
-        return self.services[name].ready
-
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
         """Record the weights, now in the store, that a service was started on before they were there."""
         service = self.services[name]
@@ -197,11 +193,6 @@ class Supervisor:
         services = [self.services[name] for name in names]
         over = [s.spec for s in services if s.handle.exit_code() is not None and not self._given_up(s)]
         return frozenset((spec.name, spec.restart) for spec in over)
-
-    def starting(self, names: Sequence[str]) -> dict[str, str]:
-        """For each service that is not ready yet, by name: what it waits for, or its log file."""
-        services = [self.services[name] for name in names]
-        return {s.spec.name: s.handle.waiting() or f"see {s.job.log}" for s in services if not s.url}
 
     def name_at(self, url: str) -> str:
         """The name of the service that listens at `url`; the address itself if there is none."""

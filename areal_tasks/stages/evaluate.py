@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.holding import held_server
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.rollout.group_tracker import GroupTracker
@@ -67,7 +66,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
         samples = read_table(context.store, source.manifest.tables["evaluate"], ROLLOUT.names)  # without verdicts
     else:
         servers = context.engines.servers
-        with held_server(servers, context.held) if context.held else nullcontext(servers.inference()) as client:
+        with servers.held(context.held) if context.held else nullcontext(servers.inference()) as client:
             samples = generated_by(client, context, inputs, label)
     with context.engines.judging(len(samples)):
         results = judge(context.engines.verifiers, samples, label)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_tasks.engines.access import Access
@@ -37,10 +36,6 @@ class FakeSupervisor:
     def name_at(self, url: str) -> str:
         """As Supervisor.name_at."""
         return url
-
-    def starting(self, names: Sequence[str]) -> dict[str, Path]:
-        """As Supervisor.starting."""
-        return {}
 
     def end(self, urls: Collection[str], why: str = "", grace_seconds: float = 5.0) -> None:
         """Note them."""

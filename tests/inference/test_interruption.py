@@ -175,7 +175,7 @@ def test_the_mark_stays_with_its_sequence(steps: list[tuple[str, int]]) -> None:
     slots, begun, updates = Slots(8, 8, 4), dict[Sequence, int](), 0
     for step, which in steps:
         held = sorted(slots.owner)
-        if step == "take" and slots.vacancies:
+        if step == "take" and slots.free:
             sequence = Sequence([3], SamplingParams(), 0, frozenset(), 4)
             slots.active[slots.take(sequence)] = True
             begun[sequence] = updates

@@ -324,7 +324,7 @@ def test_nothing_waits_for_a_slow_start(scripted: tuple[Supervisor, Scripted], m
     monkeypatch.setattr(launcher, "start", queued)
     supervisor.services["two"].handle.stop()
     wait_until(lambda: supervisor.services["two"].spec.restart == 1 or not supervisor.poll(["one", "two"]))
-    assert supervisor.starting(["two"]) == {"two": "its start is under way"}
+    assert supervisor.services["two"].handle.waiting() == "its start is under way"
     supervisor.end(["http://one/0"])
     wait_until(lambda: supervisor.poll(["one", "two"]) == [Ready("http://one/1", 1)], "the next start of the other")
     supervisor.join(MODULE, spec(supervisor.store, "three"))
@@ -354,7 +354,7 @@ def test_a_service_that_is_ended_while_it_starts_is_stopped_once_it_has(
     supervisor, launcher = scripted
     accepted, handles = _queued(launcher, monkeypatch)
     supervisor.join(MODULE, spec(supervisor.store, "three"))
-    assert supervisor.running("three") is None
+    assert supervisor.services["three"].ready is None
     threading.Timer(0, accepted.set).start()
     supervisor.retire("three")
     assert [handle.code for handle in handles] == [-15]

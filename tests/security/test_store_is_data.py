@@ -15,8 +15,7 @@ from stage_driver import tiny
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
+from areal_tasks.engines.trainer.checkpoint import Progress, Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.policy import read_policy
 from schemas.errors import UserError
 
@@ -84,12 +83,12 @@ def saved(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_a_checkpoint_is_read_back_and_one_whose_index_runs_code_is_refused(tmp_path: Path) -> None:
     state = saved(tmp_path / "state")
-    load_parameters(tmp_path / "state", held_parameters(*state))
+    load_parameters(tmp_path / "state", held_parameters(*state), lambda names: None)
     index, ran = tmp_path / "state" / ".metadata", tmp_path / "ran"
     for harm in (pickle.dumps(Runs(f"touch {ran}")), by_a_detour(f"touch {ran}")):
         index.write_bytes(harm)
         with pytest.raises(UserError, match=r"names .*system, which no checkpoint of a model needs"):
-            load_parameters(tmp_path / "state", held_parameters(*state))
+            load_parameters(tmp_path / "state", held_parameters(*state), lambda names: None)
         assert not ran.exists()
     pickle.loads(by_a_detour(f"touch {ran}"))
     assert ran.exists(), "the detour does run code where nobody guards"
@@ -100,7 +99,7 @@ def test_a_checkpoint_whose_data_runs_code_is_refused(tmp_path: Path) -> None:
     for file in (tmp_path / "state").glob("*.distcp"):
         file.write_bytes(pickle.dumps(Runs(f"touch {ran}")) + b"\0" * file.stat().st_size)
     with pytest.raises(UserError):
-        load_parameters(tmp_path / "state", held_parameters(*state))
+        load_parameters(tmp_path / "state", held_parameters(*state), lambda names: None)
     assert not ran.exists()
 
 

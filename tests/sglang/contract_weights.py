@@ -62,7 +62,7 @@ def published(folder: Path, into: Path, dtype: str) -> Path:
         for name, parameter in backend.models["policy"].named_parameters():
             if ".experts." in name:
                 parameter.neg_()
-    snapshot = Snapshot(getattr(torch, dtype))
+    snapshot = Snapshot()
     snapshot.take(1, backend.master.names.to_checkpoint(backend.named_weights()))
     snapshot.save(open_store(into.parent.as_uri()), into.name, {})
     return into

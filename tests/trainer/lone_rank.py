@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from areal_tasks.data.scratch import make_scratch
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.fsdp2 import ROOMY, Fsdp2Backend, whole
 from areal_tasks.engines.trainer.learner import Learner
 from areal_tasks.engines.trainer.plan import make_plan
@@ -64,7 +64,7 @@ def resumed(kind: type[Fsdp2Backend], checkpoint: Path, settings: Settings) -> s
     """What the next iteration leaves after a start from `checkpoint`."""
     backend = kind(settings.trainer, settings.model)
     backend.load(checkpoint.parent / "model", 0)
-    return learn(backend, settings, backend.load_checkpoint(checkpoint))[1]
+    return learn(backend, settings, backend.load_checkpoint(checkpoint, lambda names: None))[1]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.ranks import use_interface
-from areal_tasks.engines.trainer.tables import FetchedTables
+from areal_tasks.engines.trainer.tables import SharedTables
 
 T = TypeVar("T")
 
@@ -26,13 +26,13 @@ def on_ranks(world: int, work: Callable[[int], T]) -> list[T]:
         return list(pool.map(work, range(world)))
 
 
-def tables_of_ranks(world: int, folder: Path) -> list[FetchedTables]:
+def tables_of_ranks(world: int, folder: Path) -> list[SharedTables]:
     """What each of `world` ranks of a machine reads tables with, which keeps files in `folder`."""
     shared = dist.HashStore()
     use_interface()
 
-    def of(rank: int) -> FetchedTables:
-        return FetchedTables(Group(rank, world, shared), folder / str(rank), _gloo(rank, world, shared))
+    def of(rank: int) -> SharedTables:
+        return SharedTables(Group(rank, world, shared), folder / str(rank), _gloo(rank, world, shared))
 
     return on_ranks(world, of)
 

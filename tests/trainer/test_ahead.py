@@ -16,7 +16,7 @@ from waiting import LIMIT
 from areal_tasks.data.batching import Layout, make_layout
 from areal_tasks.engines.trainer import forward, service
 from areal_tasks.engines.trainer import learner as learner_module
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.commands import Logprobs
 from areal_tasks.engines.trainer.forward import ahead, one_core
 from areal_tasks.engines.trainer.learner import Learned, Learner

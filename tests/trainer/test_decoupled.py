@@ -17,7 +17,7 @@ from trainer_builders import World, advantage, rlhf_recipe, rollout, weights_of,
 from areal_tasks.algorithms.behaviour import Bound
 from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.algorithms.losses import policy_terms
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.commands import Load, Logprobs
 from areal_tasks.engines.trainer.fencing import Declined, Fence
 from areal_tasks.engines.trainer.learner import Learned, Learner

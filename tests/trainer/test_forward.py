@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from areal_tasks.data.batching import Layout, LayoutKind, Sequences, make_layout, make_sequences
-from areal_tasks.engines.trainer.backend import Scores
 from areal_tasks.engines.trainer.forward import to_device, token_scores
+from areal_tasks.engines.trainer.head import Scores
 from areal_tasks.engines.trainer.policy import Policy
 
 LENGTHS = torch.tensor([7, 1, 12, 3, 9])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from trainer_builders import (
 
 from areal_tasks.algorithms.log_ratios import k3
 from areal_tasks.data.batching import LEFT_OUT, make_layout
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.plan import Plan, make_plan
@@ -328,4 +327,4 @@ def test_a_recipe_that_trains_nothing_is_named() -> None:
     recipe = rlhf_recipe()
     with pytest.raises(UserError, match="evaluate"):
         read_settings({**recipe, "flow": "evaluate"})
-    assert replace(_settings(), iterations=3).total_steps == 6
+    assert _settings(schedule={"iterations": 3}).total_steps == 6

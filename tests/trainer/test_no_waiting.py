@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_builders import advantage, rlhf_recipe, rollout
 
 from areal_tasks.data.batching import Layout, make_layout
-from areal_tasks.engines.trainer.backend import Progress, TokenLoss
+from areal_tasks.engines.trainer.checkpoint import Progress
+from areal_tasks.engines.trainer.head import TokenLoss
 from areal_tasks.engines.trainer.learner import Learner
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.metrics import SampleMeans, TokenStats, over_ranks, step_statistics, totals

@@ -13,7 +13,7 @@ import torch
 from trainer_builders import Recorder, World, advantage, rlhf_recipe, rollout, with_column
 
 from areal_tasks.algorithms.behaviour import Bound, effective_sample_size
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.learner import Learned, Learner
 from areal_tasks.engines.trainer.metrics import over_ranks, step_statistics, totals

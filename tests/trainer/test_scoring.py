@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED
 from areal_tasks.engines.trainer.scoring import MOST_OF_SAMPLE, read_part, scored_table
-from areal_tasks.engines.trainer.tables import FetchedTables, SharedTables
+from areal_tasks.engines.trainer.tables import SharedTables
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.shards import write_table
 from areal_tasks.workflows import Prompt, Sample, samples_to_table
@@ -32,10 +32,10 @@ TablesOf = Callable[[pa.Table], SharedTables]
 def tables_of(tmp_path_factory: pytest.TempPathFactory) -> TablesOf:
     """Writes a rollout, as the only rank reads it."""
     store, numbers = open_store(tmp_path_factory.mktemp("tables").as_uri()), itertools.count()
-    fetched = FetchedTables(Group(), Path("unused"))
 
     def write(table: pa.Table) -> SharedTables:
-        return fetched.fetch(store, {"rollout": write_table(store, f"run/{next(numbers)}", "rollout", table)}, False)
+        refs = {"rollout": write_table(store, f"run/{next(numbers)}", "rollout", table)}
+        return SharedTables(Group(), Path("unused")).fetch(store, refs, keeps=False)
 
     return write
 

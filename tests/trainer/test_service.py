@@ -16,7 +16,7 @@ from trainer_builders import World, advantage, check_scores, demonstrations, rlh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_tasks.engines.trainer import service
-from areal_tasks.engines.trainer.backend import Progress
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.commands import Keep, Load, Logprobs, Publish, Train, Trained
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.service import Trainer

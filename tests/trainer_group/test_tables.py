@@ -18,7 +18,7 @@ from trainer_builders import advantage, rollout
 from two_ranks import FarAway
 
 from areal_tasks.engines.trainer.group import Group
-from areal_tasks.engines.trainer.tables import FetchedTables
+from areal_tasks.engines.trainer.tables import SharedTables
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.shards import read_table, write_table
 from schemas.errors import UserError
@@ -192,7 +192,7 @@ def test_a_rank_alone_exchanges_nothing(tmp_path: Path) -> None:
     """It has no process group that it could do it with."""
     store = open_store(tmp_path.as_uri())
     refs = _written(store)
-    tables = FetchedTables(Group(), tmp_path / "fetched").fetch(store, refs, keeps=False)
+    tables = SharedTables(Group(), tmp_path / "fetched").fetch(store, refs, keeps=False)
     ids = pa.array(["1-0", "0-1"])
     for table in tables.read(COLUMNS, ids, torch.zeros(2, dtype=torch.int64)).values():
         assert table["sample_id"].to_pylist() == ["0-1", "1-0"]

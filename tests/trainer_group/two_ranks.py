@@ -21,8 +21,7 @@ from waiting import held_back
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import checkpoint_files
-from areal_tasks.engines.trainer.backend import Progress
-from areal_tasks.engines.trainer.checkpoint import Saving
+from areal_tasks.engines.trainer.checkpoint import Progress, Saving
 from areal_tasks.engines.trainer.commands import Checkpoint, Finish, Load, Logprobs, Publish, Train
 from areal_tasks.engines.trainer.group import Group
 from areal_tasks.engines.trainer.local import LocalBackend
@@ -190,7 +189,7 @@ def peaks(backend: LocalBackend, deep: Path, steps: list[str], state: Path) -> d
     works: dict[str, Callable[[], object]] = {
         "load": lambda: backend.load(deep, 0),
         "reference": lambda: backend.load_reference(deep),
-        "restore": lambda: backend.load_checkpoint(state),
+        "restore": lambda: backend.load_checkpoint(state, lambda names: None),
     }
     found: dict[str, list[int]] = {}
     for step in steps:

@@ -30,7 +30,7 @@ def saved(held: Snapshot, folder: Path) -> tuple[FileRef, ...]:
 
 
 def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
-    held = Snapshot(torch.float32)
+    held = Snapshot()
     held.take(1, tensors().items())
     saved(held, tmp_path)
     read = load_file(tmp_path / "model.safetensors")
@@ -42,7 +42,7 @@ def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
 def test_each_tensor_keeps_its_type(tmp_path: Path) -> None:
     """Weights come rounded; buffers beside them need not be floating-point numbers at all."""
     mixed = {str(dtype): torch.arange(6).to(dtype) for dtype in TYPES}
-    held = Snapshot(torch.bfloat16)
+    held = Snapshot()
     held.take(1, mixed.items())
     saved(held, tmp_path)
     read = load_file(tmp_path / "model.safetensors")
@@ -51,7 +51,7 @@ def test_each_tensor_keeps_its_type(tmp_path: Path) -> None:
 
 def test_a_tensor_that_no_longer_comes_is_not_published(tmp_path: Path) -> None:
     """The policy was loaded again from weights with other names."""
-    held = Snapshot(torch.float32)
+    held = Snapshot()
     held.take(1, tensors().items())
     others = {name: tensor for name, tensor in tensors().items() if name != "odd"} | {"new": torch.ones(2)}
     held.take(2, others.items())
@@ -61,7 +61,7 @@ def test_a_tensor_that_no_longer_comes_is_not_published(tmp_path: Path) -> None:
 
 def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "SHARD_BYTES", 100)
-    held = Snapshot(torch.float32)
+    held = Snapshot()
     held.take(1, tensors().items())
     files = saved(held, tmp_path)
     assert {file.path.removeprefix(f"{tmp_path.name}/"): (file.sha256, file.bytes) for file in files} == {
@@ -79,14 +79,14 @@ def test_the_digest_of_weights_in_many_files_is_that_of_recorded_runs(
 ) -> None:
     """It is in the keys of the stages that use them, so files are divided as before."""
     monkeypatch.setattr(snapshot, "SHARD_BYTES", 400)
-    held = Snapshot(torch.float32)
+    held = Snapshot()
     held.take(1, [(f"layer.{i}", torch.arange(30.0) + i) for i in range(12)])
     files = held.save(open_store(tmp_path.as_uri()), "r/weights/version=000001/attempt=a", {})
     assert digest_of(files) == "7b8de527e17e1b67fc501e09c41429af62be63db8514c45c9694bf35968d2e0a"
 
 
 def test_a_later_version_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    held = Snapshot(torch.float32)
+    held = Snapshot()
     held.take(1, tensors().items())
     before = {n: t.data_ptr() for n, t in held.tensors.items()}
     held.take(2, ((n, t + 1) for n, t in tensors().items()))
@@ -96,7 +96,7 @@ def test_a_later_version_takes_the_place_of_the_first(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_failed_half_way_is_of_no_version() -> None:
-    held = Snapshot(torch.float32)
+    held = Snapshot()
     held.take(1, tensors().items())
 
     def breaks() -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ class Engine:
 
     def __init__(self, runner: Runner, slots: int, *, version: str, detokenizer: Detokenizer,
                  eos: frozenset[int], deterministic: bool,
-                 on_failure: Callable[[], None] | None = None) -> None:  # fmt: skip
+                 on_failure: Callable[[], None] = lambda: None) -> None:  # fmt: skip
         self.runner = runner
         self.version = version
         self.detokenizer = detokenizer
@@ -86,7 +87,7 @@ class Engine:
         return self._command(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        return self._command(self._resume)
+        return self._command(partial(setattr, self, "paused", False))
 
     def update_weights(self, weights: Mapping[str, Tensor], version: str, keep_cache: bool) -> Future[None]:
         """Replace the weights between two steps. Running sequences continue from their tokens, with recomputed caches.
@@ -134,8 +135,7 @@ class Engine:
             log.exception("the engine's thread failed")
             self.failure = f"the engine failed: {error!r}; see the server's log"
             self._fail_all(RuntimeError(self.failure))
-            if self._on_failure is not None:
-                self._on_failure()
+            self._on_failure()
         self.failure = self.failure or "the engine was closed"
         self._run_commands()
 
@@ -166,8 +166,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free slots to queued sequences in order of arrival, until a prefill pass is full."""
-        while self._queue and self._slots.vacancies and len(self._prefills) < self._prefill_sizes(self._queue[0])[-1]:
-            now, later = self._queue.popleft().split(self._slots.vacancies)
+        while self._queue and self._slots.free and len(self._prefills) < self._prefill_sizes(self._queue[0])[-1]:
+            now, later = self._queue.popleft().split(len(self._slots.free))
             now.slots = [self._slots.take(sequence) for sequence in now.sequences]
             self._prefills.append(now)
             if later.sequences:
@@ -305,9 +305,6 @@ class Engine:
         self.paused = True
         if mode == "abort":
             self._abort(lambda sequence: True)
-
-    def _resume(self) -> None:
-        self.paused = False
 
     def _cancel_prefills(self) -> list[Sequence]:
         for slot in [slot for p in self._prefills for slot in p.slots]:

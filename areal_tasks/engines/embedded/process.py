@@ -41,7 +41,7 @@ HEALTH_SECONDS: Final = 20.0
 HEALTH_POLL_SECONDS: Final = 0.02
 
 
-def make_app(spec: ServiceSpec, on_failure: Callable[[], None] | None = None) -> Starlette:
+def make_app(spec: ServiceSpec, on_failure: Callable[[], None] = lambda: None) -> Starlette:
     """Load the model that `spec` names, start its engine, and return its application. Raises UserError."""
     if spec.weights is None:
         raise UserError("the inference server was given no weights; publish version 0 first")

@@ -16,7 +16,7 @@ class Slots:
     """`rows` slots, of which the first `usable` are used; a slot holds a sequence from its prefill to its end."""
 
     def __init__(self, rows: int, usable: int, length: int) -> None:
-        self._free = list(range(usable))  # a heap: low slots first keep the decode pass small
+        self.free = list(range(usable))  # a heap: low slots first keep the decode pass small
         self.token = np.zeros(rows, np.int64)  # the newest token, not yet in the cache
         self.position = np.zeros(rows, np.int64)  # of that token in the sequence
         self.seed = np.zeros(rows, np.int64)
@@ -31,17 +31,13 @@ class Slots:
         self.owner: dict[int, Sequence] = {}  # of the slots that are taken
         self.special: set[int] = set()  # slots whose sequence has stop strings, a listener or given tokens
 
-    @property
-    def vacancies(self) -> int:
-        return len(self._free)
-
     def take(self, sequence: Sequence) -> int:
         """Give the lowest free slot to the sequence; it becomes active when its prompt is in the cache.
 
         Until then a decode pass writes garbage at the slot's position, that of the last prompt token: harmless, since
         the pass that first reads a position also writes it.
         """
-        slot = heappop(self._free)
+        slot = heappop(self.free)
         self.owner[slot] = sequence
         self.seed[slot] = sequence.seed
         self.temperature[slot] = sequence.params.temperature
@@ -65,7 +61,7 @@ class Slots:
         self.position[slot] = 0
         self.temperature[slot] = 0
         self.special.discard(slot)
-        heappush(self._free, slot)
+        heappush(self.free, slot)
 
     def move(self, sources: Rows, targets: Rows) -> None:
         """Move active sequences to free slots."""
@@ -73,8 +69,8 @@ class Slots:
                       self.tokens, self.logprobs, self.active, self.stale):  # fmt: skip
             state[targets] = state[sources]
         moved = set(targets.tolist())
-        self._free = [slot for slot in self._free if slot not in moved]
-        heapify(self._free)
+        self.free = [slot for slot in self.free if slot not in moved]
+        heapify(self.free)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.owner[target] = self.owner[source]
             if source in self.special:

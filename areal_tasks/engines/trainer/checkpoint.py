@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +27,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from areal_tasks.engines.trainer.backend import Fetch, Progress, all_there
 from areal_tasks.engines.trainer.checkpoint_files import Copies, Hashed, PiecesPlanner, Put, write_files
 from areal_tasks.engines.trainer.memory import ran_out
 from areal_tasks.engines.trainer.optimizer import prepare_state
 from areal_tasks.store.objects.local import file_sha256
 from schemas.errors import UserError, first_line
 
+#: Fetches files of a checkpoint, by name, into its folder. Every rank calls it for those that it reads itself.
+Fetch = Callable[[Collection[str]], None]
 #: A parameter's `weight` and its AdamW state: `step`, `exp_avg`, `exp_avg_sq`. Sharded tensors are DTensors.
 Parameter = Mapping[str, Tensor]
 Parameters = Mapping[str, Parameter]
@@ -51,6 +53,14 @@ _NAMES: Final = frozenset(
         *(f"torch.{kind}" for kind in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")),
     }
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Training progress, saved with every checkpoint."""
+
+    step: int = 0  # optimizer steps since version 0, skipped and empty ones included
+    skipped_in_row: int = 0
 
 
 def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Parameters:
@@ -124,7 +134,8 @@ class Saving:
         index = self.folder / METADATA
         files = {METADATA: (file_sha256(index), index.stat().st_size)}
         put(METADATA)
-        return files | {one.file: (one.file_sha256, one.file_bytes) for results in there for one in results}
+        written = [one for results in there for one in results]
+        return files | {one.storage_data.relative_path: (one.file_sha256, one.file_bytes) for one in written}
 
 
 @contextmanager
@@ -137,7 +148,7 @@ def _causes() -> Iterator[None]:
         raise (first if isinstance(first, Exception) else RuntimeError(first_line(_first(error)))) from error
 
 
-def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch = all_there) -> Progress:
+def load_parameters(folder: Path, parameters: Parameters, fetch: Fetch) -> Progress:
     """Restore what a `Saving` wrote, bitwise, into the tensors of `parameters`.
 
     `folder` holds METADATA at least; the files that this rank reads are fetched. UserError: the checkpoint is of

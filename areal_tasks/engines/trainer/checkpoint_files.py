@@ -97,11 +97,6 @@ class Hashed(WriteResult):  # type: ignore[misc]
     file_sha256: str  # of the whole file
     file_bytes: int
 
-    @property
-    def file(self) -> str:
-        name: str = self.storage_data.relative_path
-        return name
-
 
 def write_files(folder: Path, prefix: str, pieces: Sequence[Piece], put: Put, threads: int) -> list[Hashed]:
     """Write `pieces` into files of `folder` whose names begin with `prefix`, each byte once; `put` each file."""

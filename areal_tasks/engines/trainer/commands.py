@@ -22,10 +22,6 @@ class Command(Record):
         """The command's HTTP path, and the name of the method of `Trainer` that runs it."""
         return type(self).__name__.lower()
 
-    def for_ranks(self) -> str:
-        """The JSON that rank 0 passes to the other ranks: without secrets, since their store is not authenticated."""
-        return self.model_dump_json()
-
 
 class Load(Command):
     """Replace the policy by `weights`; with `checkpoint`, restore the optimizer and the progress as well."""
@@ -105,9 +101,6 @@ class Send(Command):
     token: str = Field("", repr=False, description="the servers' bearer token; only rank 0 uses it")
     authority: str = Field("", description="see `Access.authority`")
     keep_cache: bool = Field(False, description="requests in flight are paused and keep their KV caches")
-
-    def for_ranks(self) -> str:
-        return self.model_dump_json(exclude={"token"})
 
 
 class Sent(Record):

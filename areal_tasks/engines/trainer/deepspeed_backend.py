@@ -28,10 +28,10 @@ import deepspeed
 from deepspeed import utils
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer.backend import Fetch, Progress, TokenLoss, Which, all_there
-from areal_tasks.engines.trainer.checkpoint import Parameter, Saving, load_parameters
+from areal_tasks.engines.trainer.checkpoint import Fetch, Parameter, Progress, Saving, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
-from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.head import TokenLoss
+from areal_tasks.engines.trainer.local import LocalBackend, Which
 from areal_tasks.engines.trainer.optimizer import parameter_groups, prepare_state, whole
 from areal_tasks.engines.trainer.policy import Policy, empty_policy, fill_policy, prepare, read_policy
 from areal_tasks.engines.trainer.ranks import ranks_here
@@ -126,7 +126,7 @@ class DeepSpeedBackend(LocalBackend):
         held = {name: self._read(parameter) for name, parameter in self.master.model.named_parameters()}
         return Saving(folder, held, progress, copies=True)
 
-    def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
+    def load_checkpoint(self, folder: Path, fetch: Fetch) -> Progress:
         """As `LocalBackend.load_checkpoint`, on any stage and number of ranks."""
         named = dict(self.master.model.named_parameters())
         held = {name: self._empty(parameter) for name, parameter in named.items()}

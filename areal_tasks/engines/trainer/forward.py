@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer.backend import Scores
+from areal_tasks.engines.trainer.head import Scores
 from schemas.recipe.training import Trainer
 
 #: The tensors of a `Layout` that the model needs.

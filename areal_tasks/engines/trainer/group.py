@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.store.backend import Unavailable
@@ -66,12 +66,12 @@ def disagreement(outcomes: Sequence[Outcome]) -> str | None:
 
 
 class Group:
-    """This process as one of the ranks, which make the same calls in the same order; without a store the only one."""
+    """This process as one of the ranks, which make the same calls in the same order; by default the only one."""
 
     def __init__(self, rank: int = 0, world: int = 1, store: Store | None = None, local_world: int = 0) -> None:
         self.rank = rank
         self.world = world
-        self.store = store
+        self.store = store or HashStore()
         self.ranks_here = local_world or world  # on this machine
         self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
@@ -84,7 +84,7 @@ class Group:
 
         GroupBroken: the ranks disagree: the process must end. Else what `work` raised here, or a UserError for others.
         """
-        if self.store is None:
+        if self.world == 1:
             return work()
         self._begin()
         self._post(f"command/{self._command}", command)
@@ -92,7 +92,6 @@ class Group:
 
     def follow(self, run: Callable[[str], object], state: Callable[[], str]) -> None:
         """On other ranks: wait for rank 0's next command, run it, and compare outcomes. GroupBroken as in `lead`."""
-        assert self.store is not None
         self._begin()
         self.store.wait([f"command/{self._command}"], _FOREVER)
         command = self.store.get(f"command/{self._command}").decode()
@@ -108,7 +107,7 @@ class Group:
 
     def from_first_here(self, work: Callable[[], str]) -> str:
         """Run `work` on the first rank of each machine; all ranks there return its text. Errors as in `together`."""
-        if self.store is None:
+        if self.world == 1:
             return work()
         return self._shares(work if self.rank == self.first_here else str)[1][self.first_here]
 
@@ -118,7 +117,7 @@ class Group:
         On every rank, raises the first UserError of any (Unavailable, if that is). But a rank that had an OSError
         raises that one: it ends the group, as it ends a single trainer.
         """
-        return work() if self.store is None else self._shares(work)[0]
+        return work() if self.world == 1 else self._shares(work)[0]
 
     def _shares(self, work: Callable[[], T]) -> tuple[T, list[str]]:
         """The result of `work` on this rank, and those of all ranks that are texts. Errors as in `together`."""
@@ -144,7 +143,6 @@ class Group:
 
         If each rank read all keys, 256 ranks would need 9 s (`benchmarks.control_plane_ranks`).
         """
-        assert self.store is not None
         self._post(f"{prefix}{self.rank}", json.dumps(mine))
         keys, into = [f"{prefix}{rank}" for rank in range(self.world)], f"{prefix}all"
         if self.rank == 0:
@@ -157,7 +155,7 @@ class Group:
     def failure_of(self, rank: int) -> Outcome | None:
         """The outcome that `rank` posted for the current command, if it failed."""
         key = f"outcome/{self._command}/{rank}"
-        if self.store is None or not self.store.check([key]):
+        if not self.store.check([key]):
             return None
         found = Outcome(**json.loads(self.store.get(key)))
         return found if found.error else None
@@ -168,7 +166,6 @@ class Group:
         self._stale, self._posted = self._posted, []
 
     def _post(self, key: str, value: str) -> None:
-        assert self.store is not None
         self.store.set(key, value)
         self._posted.append(key)
 
@@ -195,7 +192,6 @@ class Group:
         return result
 
     def _exchange(self, mine: Outcome) -> list[Outcome]:
-        assert self.store is not None
         timeout = timedelta(seconds=GRACE_SECONDS) if mine.error else _FOREVER
         try:
             found = self._gathered(f"outcome/{self._command}/", asdict(mine), timeout)

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from areal_tasks.engines.trainer.backend import Scores, TokenLoss
+#: Maps logprobs (with gradient) and entropies of consecutive counted tokens, `layout.where[part]`, to the rows of
+#: `objective.STATS`: each token's column depends on that token alone.
+TokenLoss = Callable[[Float[Tensor, " t"], Float[Tensor, " t"], slice], Float[Tensor, "K t"]]
+
+
+class Scores(NamedTuple):
+    """Results of one forward pass for the counted tokens, in nats."""
+
+    logprobs: Float[Tensor, " T"]
+    entropy: Float[Tensor, " T"]  # of the distribution at each token; without gradient
 
 
 class Softmax(NamedTuple):

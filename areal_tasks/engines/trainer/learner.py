@@ -18,9 +18,10 @@ from areal_tasks.algorithms.behaviour import sequence_log_ratios
 from areal_tasks.algorithms.losses import token_weights
 from areal_tasks.data.batching import LEFT_OUT, Layout, counted_tokens, make_layout
 from areal_tasks.engines.trainer import metrics, objective
-from areal_tasks.engines.trainer.backend import Progress, TokenLoss
+from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.fencing import Declined
 from areal_tasks.engines.trainer.forward import ahead, fetch, move, pinned, staged
+from areal_tasks.engines.trainer.head import TokenLoss
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.memory import peak_bytes, watch_peak
 from areal_tasks.engines.trainer.optimizer import learning_rate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,16 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.trainer.backend import Fetch, Progress, Scores, TokenLoss, Which, all_there
-from areal_tasks.engines.trainer.checkpoint import Saving, held_parameters, load_parameters
+from areal_tasks.engines.trainer.checkpoint import Fetch, Progress, Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
+from areal_tasks.engines.trainer.head import Scores, TokenLoss
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
 from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
 from areal_tasks.engines.trainer.ranks import ranks_here
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
+
+Which = Literal["policy", "reference"]
 
 
 class LocalBackend:
@@ -123,7 +125,7 @@ class LocalBackend:
         """Plan to write model, optimizer, RNG and progress into `folder`. Every rank takes part."""
         return Saving(folder, held_parameters(self.master.model, self.optimizer), progress)
 
-    def load_checkpoint(self, folder: Path, fetch: Fetch = all_there) -> Progress:
+    def load_checkpoint(self, folder: Path, fetch: Fetch) -> Progress:
         """Restore all of these bitwise, into a policy that was loaded before. `fetch`: see `load_parameters`."""
         progress = load_parameters(folder, held_parameters(self.master.model, self.optimizer), fetch)
         self._round()

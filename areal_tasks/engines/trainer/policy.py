@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_tasks.data.batching import Layout
 from areal_tasks.engines.names import Names, stored_names
-from areal_tasks.engines.trainer.backend import Scores, TokenLoss
 from areal_tasks.engines.trainer.forward import token_scores
-from areal_tasks.engines.trainer.head import HeadTask, TokenHead
+from areal_tasks.engines.trainer.head import HeadTask, Scores, TokenHead, TokenLoss
 from areal_tasks.engines.trainer.shares import Share, empty_model, fill, replace_parameters, share_of, with_memory
 from schemas.recipe.training import Trainer
 

@@ -129,9 +129,9 @@ class _CommandQueue:
 
     def _run_on_all_ranks(self, command: Command) -> Record:
         self.gate.admit(command.owner)  # again: refuses a queued command of an owner that was superseded meanwhile
-        text = f"{command.name} {command.for_ranks()}"
+        body = command.model_dump_json(exclude={"token"})  # the ranks' key-value store is not authenticated
         try:
-            return self.group.lead(text, lambda: self.trainer.run(command), self.trainer.state)
+            return self.group.lead(f"{command.name} {body}", lambda: self.trainer.run(command), self.trainer.state)
         except GroupBroken as error:
             Thread(target=end_group, args=(self.group, error), daemon=True).start()
             raise

@@ -18,10 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from areal_tasks.data.batching import LayoutKind, Sequences, in_whole_batch, make_layout, make_sequences, spans
-from areal_tasks.engines.trainer.backend import Which
 from areal_tasks.engines.trainer.forward import ahead, staged
 from areal_tasks.engines.trainer.learner import Work
-from areal_tasks.engines.trainer.local import LocalBackend
+from areal_tasks.engines.trainer.local import LocalBackend, Which
 from areal_tasks.engines.trainer.plan import Plan, Rows, passes_of_rank, rank_of_samples, scoring_plan
 from areal_tasks.engines.trainer.rows import LEAST_COMPARED, TEXT, make_table
 from areal_tasks.engines.trainer.tables import SharedTables

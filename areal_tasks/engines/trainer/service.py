@@ -19,8 +19,7 @@ import torch
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import commands
-from areal_tasks.engines.trainer.backend import Fetch, Progress
-from areal_tasks.engines.trainer.checkpoint import METADATA, Saving
+from areal_tasks.engines.trainer.checkpoint import METADATA, Fetch, Progress, Saving
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import one_core
 from areal_tasks.engines.trainer.fsdp2 import Fsdp2Backend
@@ -33,8 +32,8 @@ from areal_tasks.engines.trainer.ranks import end_group, gather
 from areal_tasks.engines.trainer.rows import logprobs_table
 from areal_tasks.engines.trainer.scoring import Part, read_part, score, score_part, scored_table
 from areal_tasks.engines.trainer.settings import Settings, read_settings
-from areal_tasks.engines.trainer.snapshot import DTYPES, Snapshot, largest_difference, read_description
-from areal_tasks.engines.trainer.tables import FetchedTables
+from areal_tasks.engines.trainer.snapshot import Snapshot, largest_difference, read_description
+from areal_tasks.engines.trainer.tables import SharedTables
 from areal_tasks.engines.trainer.transport import Sender, handles_of
 from areal_tasks.engines.trainer.writing import CheckpointWriter
 from areal_tasks.store.backend import Store, open_store
@@ -83,11 +82,11 @@ class Trainer:
         self.work = Work()
         self._scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
         own = Path(self._scratch.name)
-        self.tables = FetchedTables(self.group, own / "tables")
+        self.tables = SharedTables(self.group, own / "tables")
         self.fetched = own / "weights"  # on the first rank of each machine, for all there
         self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
-        self.snapshot = Snapshot(DTYPES[self.settings.model.dtype])
+        self.snapshot = Snapshot()
         self.writer = CheckpointWriter(self.store, self.group)
         self.sending = spec.sending
         self.handles: list[str] = []  # of the snapshots of all ranks, if any of them is `sending`
@@ -108,11 +107,12 @@ class Trainer:
                 f"version {command.version} was asked for, but {source.path} holds version {source.version}"
             )
         weights = self._fetch(command.weights)
-        dtype, is_first = self.snapshot.dtype, self.group.rank == 0
+        dtype, is_first = self.backend.dtype, self.group.rank == 0
         self.description = self.group.together(lambda: read_description(weights, dtype) if is_first else {})
         saved = self._saved(command.checkpoint) if command.checkpoint else None
         self.fence.restart(None)
-        self.snapshot.forget()
+        with self.snapshot.lock:
+            self.snapshot.version = None  # the policy that is loaded may have the same version number
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(*saved) if saved else fresh

@@ -27,7 +27,7 @@ class Settings:
     model: Model
     temperature: float
     minibatches: int  # optimizer steps per iteration
-    iterations: int
+    total_steps: int  # optimizer steps of the whole run, with whose last the learning-rate decay ends
     mean: LossMean
     clip_ratio: float = 0.0
     kl_coef: float = 0.0  # of the KL term in the loss
@@ -38,11 +38,6 @@ class Settings:
     makes_room: bool = False  # release cached GPU memory after a command, for servers that then take theirs back
     own_proximal: bool = False  # without a table `proximal`: the step's own forward pass, not the behaviour policy
     max_lag: float | None = None  # by how many versions a token may be older; none: it cannot be older
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, with whose last the learning-rate decay ends."""
-        return self.iterations * self.minibatches
 
 
 def read_settings(recipe: dict[str, Any]) -> Settings:
@@ -56,7 +51,7 @@ def read_settings(recipe: dict[str, Any]) -> Settings:
             model=sft.model,
             temperature=1.0,
             minibatches=sft.algorithm.steps,
-            iterations=sft.schedule.iterations,
+            total_steps=sft.schedule.iterations * sft.algorithm.steps,
             mean="token_mean",
         )
     if recipe.get("flow") == "rlhf":
@@ -73,7 +68,7 @@ def _grpo_settings(recipe: RlhfRecipe) -> Settings:
         model=recipe.model,
         temperature=recipe.rollout.temperature,
         minibatches=algorithm.minibatches,
-        iterations=recipe.schedule.iterations,
+        total_steps=recipe.schedule.iterations * algorithm.minibatches,
         mean=algorithm.loss,
         clip_ratio=algorithm.clip_ratio,
         kl_coef=algorithm.kl_coef if algorithm.kl == "loss" else 0.0,

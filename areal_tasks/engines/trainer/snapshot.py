@@ -30,8 +30,6 @@ Wait = Callable[[], object]
 
 SHARD_BYTES: Final = 128 * 2**20  # files of about this size are written and hashed concurrently
 _THREADS: Final = 16  # at least: a disk takes several files at once
-#: The dtypes of a recipe's `model.dtype`.
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Suffixes of the files that describe a model and its tokenizer, published with new weights.
 DESCRIPTION: Final = frozenset({".json", ".txt", ".model", ".jinja"})
 #: safetensors' names for the dtypes of weights and buffers.
@@ -42,10 +40,9 @@ TYPES: Final = {
 
 
 class Snapshot:
-    """The full tensors of one version, weights in `dtype`, on the device, and their page-locked mirror on the host."""
+    """The full tensors of one version, on the device, and their page-locked mirror on the host."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
         self.version: int | None = None
         self.lock = threading.RLock()  # held to change the tensors, and to read them concurrently with commands
         self.tensors: dict[str, Tensor] = {}
@@ -66,11 +63,6 @@ class Snapshot:
             for name in self.tensors.keys() - names:  # of a policy that was loaded from other names
                 del self.tensors[name]
             self.version = version
-
-    def forget(self) -> None:
-        """Mark the tensors as out of date: a policy loaded from now on may have the same version number."""
-        with self.lock:
-            self.version = None
 
     def save(self, store: Store, prefix: str, others: Mapping[str, bytes]) -> tuple[FileRef, ...]:
         """Write the tensors as safetensors under `prefix`, in files of about SHARD_BYTES, and `others` by their names.

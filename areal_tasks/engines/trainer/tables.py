@@ -32,16 +32,19 @@ _NONE: Final = -1
 
 
 @dataclass
-class FetchedTables:
-    """This rank's part of the files that the last command named: in the store, or in `folder`, its own.
+class SharedTables:
+    """The tables of the last command: file number i is one of table `names[i]`, and with rank i % world.
 
-    They stay there for the next command if that last one `keeps` them: training reads the rollout that was scored.
+    `files` are those of this rank, in the store or in `folder`, its own. There they stay for the next command if that
+    last one `keeps` them: training reads the rollout that was scored.
     """
 
     group: Group
     folder: Path
     links: dist.ProcessGroup | None = None  # over which ranks exchange rows; None: torch's default group
     keeps: bool = False
+    names: Sequence[str] = ()
+    files: Sequence[Path] = ()
 
     def fetch(self, store: Store, refs: Mapping[str, TableRef], keeps: bool) -> SharedTables:
         """Have each rank fetch and verify every `world`-th file. UserError on all: one is missing or damaged."""
@@ -49,8 +52,9 @@ class FetchedTables:
         first = sorted(refs, key=lambda name: name != "rollout")  # a kept one is then with the same ranks again
         shards = [(name, shard) for name in first for shard in refs[name].shards]
         mine = [shard for _, shard in shards[self.group.rank :: self.group.world]]
-        files = self.group.together(lambda: self._fetch(store, mine))
-        return SharedTables(self.group, self.links, [name for name, _ in shards], files)
+        self.files = self.group.together(lambda: self._fetch(store, mine))
+        self.names = [name for name, _ in shards]
+        return self
 
     def clear(self) -> None:
         """Delete what this rank has fetched, unless it is kept."""
@@ -65,16 +69,6 @@ class FetchedTables:
         once = dict(zip(files, shards, strict=True))  # two shards of equal content are one file
         parallel(lambda file: have_file(store, once[file], file), list(once))
         return files
-
-
-@dataclass(frozen=True)
-class SharedTables:
-    """The tables of a command: file number i is one of table `names[i]`, and with rank i % world."""
-
-    group: Group
-    links: dist.ProcessGroup | None
-    names: Sequence[str]
-    files: Sequence[Path]  # those of this rank
 
     def read(
         self, columns: Mapping[str, Sequence[str]], ids: pa.Array | None = None, ranks: Int[Tensor, " B"] | None = None
