@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from prefect.task_engine import run_task_sync
@@ -44,7 +45,7 @@ class StageTasks:
         try:
             if len(jobs) == 1:
                 self._run(jobs[0])
-            else:  # not by `Task.submit`: Prefect's task runner keeps an event for each task run until the flow run ends
+            else:  # not by `Task.submit`: Prefect's task runner keeps an event for each task run
                 runs = [in_background(partial(self._run, job), job.label) for job in jobs]
                 wait(runs)
                 for run in runs:
@@ -56,6 +57,8 @@ class StageTasks:
 
     def _run(self, job: Job) -> None:
         run_task_sync(self._task(job), parameters={"label": job.label, "inputs": _paths(job)})
+        if (context := FlowRunContext.get()) is not None:
+            context.task_run_assets.clear()  # Prefect keeps an entry for each task run; no task here has assets
 
     def _task(self, job: Job) -> Task[..., Any]:
         name = job.stage.name

@@ -66,7 +66,7 @@ def iterations() -> list[tuple[list[str], int, int]]:
         context = FlowRunContext.get()
         assert context is not None
         runner: Any = context.task_runner
-        kept = len(context.run_results) + len(runner._cancel_events)
+        kept = len(context.run_results) + len(context.task_run_assets) + len(runner._cancel_events)
         found.append((paths, sum(one() is not None for one in jobs), kept))
     return found
 
