@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.futures import wait
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from prefect.task_engine import run_task_sync
@@ -16,6 +18,7 @@ from prefect.task_engine import run_task_sync
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.jobs import Job
 from areal_tasks.store.backend import Unavailable
+from areal_tasks.store.parallel import in_background
 from flows.pages import metrics_text
 from schemas.errors import UserError
 
@@ -41,16 +44,21 @@ class StageTasks:
         self._jobs |= {job.label: job for job in jobs}
         try:
             if len(jobs) == 1:
-                run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
-            else:
-                futures = [self._task(job).submit(job.label, _paths(job)) for job in jobs]
-                wait(futures)
-                for future in futures:
-                    future.result()
+                self._run(jobs[0])
+            else:  # not by `Task.submit`: Prefect's task runner keeps an event for each task run
+                runs = [in_background(partial(self._run, job), job.label) for job in jobs]
+                wait(runs)
+                for run in runs:
+                    run.result()
         finally:
             for job in jobs:  # a job holds its iteration's manifests
                 del self._jobs[job.label]
         return [self._built.pop(job.label) for job in jobs]
+
+    def _run(self, job: Job) -> None:
+        run_task_sync(self._task(job), parameters={"label": job.label, "inputs": _paths(job)})
+        if (context := FlowRunContext.get()) is not None:
+            context.task_run_assets.clear()  # Prefect keeps an entry for each task run; no task here has assets
 
     def _task(self, job: Job) -> Task[..., Any]:
         name = job.stage.name

@@ -18,6 +18,7 @@ from machines.slurm import start_slurm
 from machines.starter import NODES as NAMES_OF_NODES
 
 STARTER: Final = str(ROOT / "tests" / "machines" / "starter.py")
+WORKER: Final = str(ROOT / "deployments" / "ray" / "worker.sh")
 HEAD: Final = "head"
 CONTROL: Final = "control"
 NODES: Final = ("node1", "node2", "node3")
@@ -63,8 +64,15 @@ class Cluster:
     def admit_head(self) -> None:
         """Make the head a machine of the cluster."""
 
+    def prefect_worker(self) -> tuple[str, ...]:
+        """The command by which the head becomes the machine of a Prefect worker."""
+        return (sys.executable, "-P", "-m", "flows.worker")
+
     def start(self, *arguments: str) -> Process:
-        command = [*self.python, "arealflow.command", *arguments]
+        return self.popen(*self.python, "arealflow.command", *arguments)
+
+    def popen(self, *command: str) -> Process:
+        """Start a command on the head as a user of the cluster and the store."""
         own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "AREALFLOW_HOME": "/tmp/home", "OMP_NUM_THREADS": "1"}
         return self.bed[HEAD].popen(
             command,
@@ -160,6 +168,10 @@ class OnRay(Cluster):
     def admit_head(self) -> None:
         start_ray(self.bed[HEAD], f"--address={self.address}", "--num-cpus=0")
 
+    def prefect_worker(self) -> tuple[str, ...]:
+        self.take(HEAD)  # the script joins again
+        return (WORKER, *own_options(self.bed[HEAD]))
+
     def take(self, name: str) -> None:
         """A node leaves the cluster, as when a spot machine has been given notice."""
         self.bed[name].run([sys.executable, "-m", "ray.scripts.scripts", "stop"])
@@ -184,5 +196,10 @@ def pause(seconds: float) -> None:
 
 
 def start_ray(machine: Machine, *options: str, **environment: str) -> None:
-    own = [f"--node-ip-address={machine.address}", "--object-store-memory=80000000", "--disable-usage-stats"]
-    machine.run([sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own], HEALTH | environment)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own_options(machine)]
+    machine.run(command, HEALTH | environment)
+
+
+def own_options(machine: Machine) -> tuple[str, ...]:
+    """What `ray start` needs to be told on a machine of the test bed."""
+    return (f"--node-ip-address={machine.address}", "--object-store-memory=80000000", "--disable-usage-stats")
