@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
-from functools import partial
 from typing import Any
 
 from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext
+from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run, task_run
 from prefect.states import Completed
 from prefect.task_engine import run_task_sync
@@ -18,7 +17,6 @@ from prefect.task_engine import run_task_sync
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.jobs import Job
 from areal_tasks.store.backend import Unavailable
-from areal_tasks.store.parallel import in_background
 from flows.pages import metrics_text
 from schemas.errors import UserError
 
@@ -44,21 +42,18 @@ class StageTasks:
         self._jobs |= {job.label: job for job in jobs}
         try:
             if len(jobs) == 1:
-                self._run(jobs[0])
-            else:  # not by `Task.submit`: Prefect's task runner keeps an event for each task run
-                runs = [in_background(partial(self._run, job), job.label) for job in jobs]
-                wait(runs)
-                for run in runs:
-                    run.result()
+                run_task_sync(self._task(jobs[0]), parameters={"label": jobs[0].label, "inputs": _paths(jobs[0])})
+                _forget()
+            else:
+                futures = [self._task(job).submit(job.label, _paths(job)) for job in jobs]
+                wait(futures)
+                _forget(*futures)
+                for future in futures:
+                    future.result()
         finally:
             for job in jobs:  # a job holds its iteration's manifests
                 del self._jobs[job.label]
         return [self._built.pop(job.label) for job in jobs]
-
-    def _run(self, job: Job) -> None:
-        run_task_sync(self._task(job), parameters={"label": job.label, "inputs": _paths(job)})
-        if (context := FlowRunContext.get()) is not None:
-            context.task_run_assets.clear()  # Prefect keeps an entry for each task run; no task here has assets
 
     def _task(self, job: Job) -> Task[..., Any]:
         name = job.stage.name
@@ -102,3 +97,11 @@ def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> boo
     if isinstance(error, Unavailable):
         return True
     return not isinstance(error, (UserError, AssertionError, TypeError, LookupError, ValueError))
+
+
+def _forget(*over: PrefectFuture[Any]) -> None:
+    """Remove what Prefect keeps of each task run until the flow run ends: assets (it has none); of `over` an event."""
+    if (context := FlowRunContext.get()) is not None:
+        context.task_run_assets.clear()
+        for future in over:
+            context.task_runner._cancel_events.pop(future.task_run_id, None)  # type: ignore[attr-defined]
