@@ -222,10 +222,7 @@ class Run:
             raise self._superseded(f"owner {self.owner} is no longer the last")
 
     def _superseded(self, why: str) -> Superseded:
-        return Superseded(
-            f"Run {self.name!r} has been started again since ({why}). "
-            "This start stops and nothing is lost: follow the later one."
-        )
+        return _superseded(self.name, why)
 
 
 def open_run(
@@ -269,6 +266,24 @@ def open_run(
         run = _with_segment(run, run.committed if run.segments else run.first, recipe)
     check_same_recipe(run.name, record.flow, recipe, run.segments)  # a concurrent start may have won
     return run
+
+
+def check_not_superseded(stored: StoredRun, owner: int) -> None:
+    """Raise `Superseded` if another process has started the run since this one did, as its `owner` (0: it has not).
+
+    For a process that starts the run once more. Claims after `owner` may be its own, of starts that failed at once.
+    """
+    if 0 < owner < stored.owner:
+        last = read_record(stored.store, paths.owner(stored.name, stored.owner), OwnerRecord)
+        if (last.host, last.pid) != (socket.gethostname(), os.getpid()):
+            raise _superseded(stored.name, f"owner {stored.owner} is a process of {last.host}")
+
+
+def _superseded(name: str, why: str) -> Superseded:
+    return Superseded(
+        f"Run {name!r} has been started again since ({why}). "
+        "This start stops and nothing is lost: follow the later one."
+    )
 
 
 def load_run(store: Store, name: str) -> Run:

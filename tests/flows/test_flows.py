@@ -17,10 +17,11 @@ from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, 
 
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.launchers.supervisor import ServiceFailed
+from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.commit import commit_once
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.paths import owner
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.runs import Run, Superseded, load_run, open_run
 from flows import tasks
 from flows.rlhf import rlhf
 from flows.sft import sft
@@ -147,6 +148,26 @@ def test_a_last_commit_of_the_start_before_is_gone_on_from(
     assert raced == [2]
     assert [load_run(store_in(tmp_path), "r").commit(k).provenance.owner for k in range(3)] == [2, 1, 3]
     assert digests(tmp_path, "r") == resumed.whole
+
+
+def test_a_start_that_has_lost_its_store_leaves_the_run_to_one_that_began_meanwhile(
+    resumed: Resumed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, commit, lost = moved(resumed.recipe, tmp_path), Run.commit_iteration, list[int]()
+
+    def lose_the_store(run: Run, mine: IterationCommit) -> IterationCommit:
+        if lost:
+            return commit(run, mine)
+        lost.append(run.owner)
+        with monkeypatch.context() as patch:
+            patch.setattr("areal_tasks.store.runs.socket.gethostname", lambda: "elsewhere")
+            open_run(store_in(tmp_path), "r", recipe)
+        raise Unavailable("the store is away")
+
+    monkeypatch.setattr(Run, "commit_iteration", lose_the_store)
+    with pytest.raises(Superseded, match=r"'r' has been started again since \(owner 2 is a process of elsewhere"):
+        rlhf(recipe, run="r")
+    assert lost == [1] and not store_in(tmp_path).exists(owner("r", 3))
 
 
 def test_the_log_of_the_run_tells_which_flow_run_did_what(resumed: Resumed) -> None:

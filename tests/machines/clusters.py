@@ -52,6 +52,7 @@ class Cluster:
     names: tuple[str, ...] = (CONTROL, HEAD, *NODES)
     place: tuple[str, ...]  # of the recipe
     python: tuple[str, ...] = (sys.executable, "-m")  # runs a module on the head
+    head: str = HEAD  # the machine on which `arealflow` runs
 
     def __init__(self, bed: Machines) -> None:
         self.bed = bed
@@ -74,7 +75,7 @@ class Cluster:
     def popen(self, *command: str) -> Process:
         """Start a command on the head as a user of the cluster and the store."""
         own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "AREALFLOW_HOME": "/tmp/home", "OMP_NUM_THREADS": "1"}
-        return self.bed[HEAD].popen(
+        return self.bed[self.head].popen(
             command,
             self.bed.s3 | own | self.environment,
             stdout=subprocess.PIPE,

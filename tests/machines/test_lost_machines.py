@@ -12,8 +12,8 @@ from typing import Final
 import pytest
 from waiting import wait_until
 
-from machines.clusters import HEAD, Cluster, OnStarters, pause
-from machines.runs import SYSTEMS, Run, services, slurm_and_ray
+from machines.clusters import CONTROL, HEAD, Cluster, OnStarters, pause
+from machines.runs import SYSTEMS, Run, query, services, slurm_and_ray
 
 #: Until generation runs again after a node is lost, where another node is free.
 AGAIN_SECONDS: Final = 90.0
@@ -74,4 +74,32 @@ def test_services_end_when_the_head_vanishes_and_a_new_start_goes_on(cluster: Cl
         f"{sum(before)} processes of services are left; an iteration is finished after {time.monotonic() - gone:.0f} s"
     )
     run.finish(gone)
+    wait_until(lambda: not any(services(node) for node in cluster.nodes), "the end of all services")
+
+
+class TwoHeads(OnStarters):
+    names = Cluster.names
+
+
+@pytest.mark.slow("a run of a minute or two, and a link that is cut for as long")
+@pytest.mark.parametrize("cluster", [TwoHeads], indirect=True)
+@pytest.mark.parametrize("noticed", [True, False], ids=["starting again", "waiting"])
+def test_a_flow_that_was_cut_off_leaves_the_run_to_a_later_start(cluster: Cluster, noticed: bool) -> None:
+    """Whether it has found the store away and wants to start again, or still waits for answers."""
+    first = Run(cluster)
+    cluster.bed.cut(HEAD)
+    cut = time.monotonic()
+    if noticed:
+        first.wait_for("Trying again", cut)
+    cluster.head = CONTROL
+    second = Run(cluster, line=" done (")
+    cluster.bed.restore(HEAD)
+    back = time.monotonic()
+    print(f"cut off for {back - cut:.0f} s")
+    ended = first.wait_for("'r' has been started again since", back)
+    assert first.process.wait() == 1, first.printed
+    print(f"the first start ends {ended - back:.0f} s after it is back")
+    second.finish(back)
+    owners = [row["owner"] for row in query(cluster, "select owner from commits order by iteration")]
+    assert owners == sorted(owners) and set(owners) == {1, 2}
     wait_until(lambda: not any(services(node) for node in cluster.nodes), "the end of all services")

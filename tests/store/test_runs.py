@@ -17,7 +17,7 @@ from areal_tasks.store.commit import last_present
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.run_list import list_runs
-from areal_tasks.store.runs import HeadMoved, Run, Superseded, load_run, open_run
+from areal_tasks.store.runs import HeadMoved, Run, Superseded, check_not_superseded, load_run, open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
@@ -173,6 +173,21 @@ def test_a_start_that_finds_the_last_commit_of_the_one_before_goes_on_from_there
         new.commit_iteration(mine)
     assert new.commit(0).attempt == theirs.attempt
     build(opened(local_store), [1], {})
+
+
+def test_a_process_that_starts_a_run_once_more_leaves_it_to_one_that_has_started_it_meanwhile(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(local_store)
+    opened(local_store)  # its own second start, which failed before it knew its number
+    check_not_superseded(read_stored_run(local_store, "run"), owner=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("areal_tasks.store.runs.socket.gethostname", lambda: "elsewhere")
+        opened(local_store)
+    stored = read_stored_run(local_store, "run")
+    check_not_superseded(stored, owner=0)  # a start that takes the run over, as a user asks for
+    with pytest.raises(Superseded, match="'run' has been started again since"):
+        check_not_superseded(stored, owner=1)
 
 
 def test_a_reader_owns_nothing(local_store: Store) -> None:
