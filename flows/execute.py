@@ -35,7 +35,7 @@ from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, Unavailable
 from areal_tasks.store.fork import Origin, read_fork
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.runs import HeadMoved, Run, check_not_superseded, open_run
+from areal_tasks.store.runs import HeadMoved, Run, open_run
 from flows.background import ServiceLogs, ServiceSamples
 from flows.credentials import load_s3_keys
 from flows.home import add_import_folder, logs_folder
@@ -112,7 +112,7 @@ class RestartBudget:
         self.clock = clock
         self.failures = 0
         self.until = 0.0  # after the first failure: when retries end
-        self.owner = 0  # of this process's last start
+        self.claims: set[str] = set()  # of the run, by this process's starts
 
     def progressed(self) -> None:
         """Record progress: the store answered and the run was opened, or an iteration was committed."""
@@ -154,11 +154,16 @@ def _start(
     startup, flow_run_id = Startup(), flow_run.get_id() or ""
     checked = check_inputs(recipe, name, origin)
     recipe, origin, store, log = checked.recipe, checked.origin, checked.stored.store, get_run_logger()
-    check_not_superseded(checked.stored, budget.owner)
     run = open_run(
-        store, name, recipe, origin=origin, segments=segments, prefect_flow_run_id=flow_run_id, stored=checked.stored
+        store,
+        name,
+        recipe,
+        origin=origin,
+        segments=segments,
+        prefect_flow_run_id=flow_run_id,
+        stored=checked.stored,
+        claims=budget.claims,
     )
-    budget.owner = run.owner
     log.info("run %s in %s, start #%d", name, store.url, run.owner)
     if origin is not None:
         log.info("run %s is %s", name, origin)

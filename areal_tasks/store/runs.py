@@ -234,6 +234,7 @@ def open_run(
     segments: Sequence[tuple[int, BaseRecipe]] = (),
     prefect_flow_run_id: str = "",
     stored: StoredRun | None = None,
+    claims: set[str] | None = None,
 ) -> Run:
     """Create the run, or continue it from its head, as its next owner.
 
@@ -244,9 +245,12 @@ def open_run(
         origin: the parent, for a child. It is not needed to continue an existing fork.
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
         stored: what the store holds of the run, if the caller has read it.
+        claims: of a caller that may start the run several times: what identifies its starts; this one is added.
 
-    Raises UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
-    and remedies are named.
+    Raises:
+        UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
+            and remedies are named.
+        Superseded: another process has started the run since the last of `claims`.
     """
     stored = stored or read_stored_run(store, name)
     stored.check(recipe, origin)  # before the claim fences off a running start
@@ -257,7 +261,7 @@ def open_run(
             read_stored_run(store, name).check(recipe, origin)
         elif origin is not None:
             log_child(store, name, origin, prefect_flow_run_id)
-    owner = _claim(store, name, stored.owner, prefect_flow_run_id)
+    owner = _claim(store, name, stored.owner, prefect_flow_run_id, set() if claims is None else claims)
     check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
     run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
     for first, part in segments[len(run.segments) :]:
@@ -266,17 +270,6 @@ def open_run(
         run = _with_segment(run, run.committed if run.segments else run.first, recipe)
     check_same_recipe(run.name, record.flow, recipe, run.segments)  # a concurrent start may have won
     return run
-
-
-def check_not_superseded(stored: StoredRun, owner: int) -> None:
-    """Raise `Superseded` if another process has started the run since this one did, as its `owner` (0: it has not).
-
-    For a process that starts the run once more. Claims after `owner` may be its own, of starts that failed at once.
-    """
-    if 0 < owner < stored.owner:
-        last = read_record(stored.store, paths.owner(stored.name, stored.owner), OwnerRecord)
-        if (last.host, last.pid) != (socket.gethostname(), os.getpid()):
-            raise _superseded(stored.name, f"owner {stored.owner} is a process of {last.host}")
 
 
 def _superseded(name: str, why: str) -> Superseded:
@@ -345,14 +338,23 @@ def _attach_to_parent(store: Store, child: str, origin: Origin) -> Run:
     return parent
 
 
-def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str) -> int:
-    """Claim the next owner number after `last`, or a later one if others have claimed since, and return it."""
+def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str, claims: set[str]) -> int:
+    """Claim the next owner number after `last`, or a later one if others have claimed since, and return it.
+
+    With earlier `claims` of this process the owner before must be one of them. They include claims of unknown outcome.
+    """
+    restarts = bool(claims)
 
     def owner(n: int) -> OwnerRecord:
         """The record of this process as the n-th owner."""
+        if restarts and n > 1:
+            before = read_record(store, paths.owner(name, n - 1), OwnerRecord)
+            if before.attempt not in claims:
+                raise _superseded(name, f"owner {n - 1} is a process of {before.host}")
+        claims.add(attempt := new_attempt())
         return OwnerRecord(
             n=n,
-            attempt=new_attempt(),
+            attempt=attempt,
             host=socket.gethostname(),
             pid=os.getpid(),
             started=now(),

@@ -7,6 +7,7 @@
 # `ray start`. Ray gives this machine's CPUs and GPUs to no service. If Ray or the worker ends, the other is ended as well:
 # have the service manager, or Kubernetes, start this again.
 set -euo pipefail
+set -m # the worker is in a group of its own: Ctrl-C reaches it once, as the SIGTERM below, and it ends in order
 
 : "${RAY_ADDRESS:?HOST:PORT of the head of the Ray cluster}" "${PREFECT_API_URL:?http://HOST:4200/api of the Prefect server}"
 
