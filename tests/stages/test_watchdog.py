@@ -167,10 +167,9 @@ def test_a_service_has_no_time_to_start_in_before_a_machine_runs_it() -> None:
         return []
 
     handle = SimpleNamespace(waiting=lambda: waiting[0])
-    services: Any = {"a": SimpleNamespace(handle=handle)}
-    supervisor: Any = SimpleNamespace(
-        services=services, starting=lambda names: dict.fromkeys(names, "its log"), wait=wait
-    )
+    spec, job = SimpleNamespace(name="a"), SimpleNamespace(log="its log")
+    services: Any = {"a": SimpleNamespace(handle=handle, url="", spec=spec, job=job)}
+    supervisor: Any = SimpleNamespace(services=services, wait=wait)
     starting.ready(supervisor, watchdog, ["a"])
     assert limits == [starting.NO_MACHINE, "launcher.startup_seconds"]
 
