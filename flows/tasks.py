@@ -100,7 +100,10 @@ def worth_retrying(task: Task[..., Any], run: TaskRun, state: State[Any]) -> boo
 
 
 def _forget(*over: PrefectFuture[Any]) -> None:
-    """Remove what Prefect keeps of each task run until the flow run ends: assets (it has none); of `over` an event."""
+    """Remove what Prefect would keep of task runs until the flow run ends: their assets, and an event if submitted.
+
+    No task here has assets. `over`: the submitted task runs, which have ended.
+    """
     if (context := FlowRunContext.get()) is not None:
         context.task_run_assets.clear()
         for future in over:

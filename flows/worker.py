@@ -76,7 +76,7 @@ def main() -> None:
     process.load_flow_from_flow_run = flow_without_hooks  # type: ignore[attr-defined, assignment]
     _flow_run_executor.ProcessManager = QuickKillManager  # type: ignore[attr-defined]
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))  # flow runs inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and SIGTERM becomes one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Prefect ends by it, and `… &` has it ignored
     setup_signal_handlers_worker(os.getpid(), "the worker", print)
     asyncio.run(FlowWorker(work_pool_name=POOL, name=socket.gethostname()).start())
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -43,7 +44,7 @@ class _Waiter(NamedTuple):
     given: asyncio.Future[Server]
 
 
-class ServerPool:
+class ServerPool(ABC):
     """Use within one event loop; `close()` when done. `patience`: seconds to wait while no server is healthy.
 
     One client of the servers, in the flow, manages them: it has target weights and gives them to the servers. In other
@@ -93,6 +94,7 @@ class ServerPool:
         for server in self.servers:
             await server.close()
 
+    @abstractmethod
     async def _prepare(self, server: Server) -> None:
         """Probe a server, and bring it to the state of the others. ServerDown or UserError if that fails."""
 

@@ -224,7 +224,7 @@ class Servers:
             return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
     def ask_workers(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for one that waits for rollout workers alone: the watchdog ends one that hangs. No supervision."""
+        """As `call`, of what waits for rollout workers: the watchdog ends one that hangs. Supervises no servers."""
         with self.watchdog.waiting("an answer of the rollout workers", self._workers_heartbeats):
             return self.loop.run(work)
 

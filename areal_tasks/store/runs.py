@@ -161,7 +161,8 @@ class Run:
                 f"Iteration {existing.iteration} of run {self.name!r} was committed by an earlier start of it."
             )
         if not mine:
-            raise self._superseded(f"owner {existing.provenance.owner} has committed iteration {commit.iteration}")
+            winner = existing.provenance.owner
+            raise _superseded(self.name, f"owner {winner} has committed iteration {commit.iteration}")
         return existing
 
     def segment_at(self, k: int) -> Segment:
@@ -219,10 +220,7 @@ class Run:
     def check_owner(self) -> None:
         """Raise `Superseded` unless this start of the flow still owns the run."""
         if self.owner == 0 or not self.is_current_owner():
-            raise self._superseded(f"owner {self.owner} is no longer the last")
-
-    def _superseded(self, why: str) -> Superseded:
-        return _superseded(self.name, why)
+            raise _superseded(self.name, f"owner {self.owner} is no longer the last")
 
 
 def open_run(
