@@ -152,6 +152,7 @@ class OnRay(Cluster):
     """The head is a node of the cluster that runs no task, for a flow's machine must be one."""
 
     place = ("launcher.type=ray",)
+    options: tuple[str, ...] = ()  # further ones of `ray start`
 
     def __init__(self, bed: Machines) -> None:
         super().__init__(bed)
@@ -161,13 +162,13 @@ class OnRay(Cluster):
 
     def begin(self) -> None:
         """Ray's head, and all machines that are on as its nodes."""
-        start_ray(self.bed[CONTROL], "--head", "--num-cpus=0", "--include-dashboard=false")
+        start_ray(self.bed[CONTROL], "--head", "--num-cpus=0", "--include-dashboard=false", *self.options)
         self.admit_head()
         for node in self.nodes:
-            start_ray(node, f"--address={self.address}", f"--num-cpus={CPUS}", **self.bed.s3)
+            start_ray(node, f"--address={self.address}", f"--num-cpus={CPUS}", *self.options, **self.bed.s3)
 
     def admit_head(self) -> None:
-        start_ray(self.bed[HEAD], f"--address={self.address}", "--num-cpus=0")
+        start_ray(self.bed[HEAD], f"--address={self.address}", "--num-cpus=0", *self.options)
 
     def prefect_worker(self) -> tuple[str, ...]:
         self.take(HEAD)  # the script joins again
