@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -48,7 +49,8 @@ class RepeatedWork:
         self.log = log
         self._failing = False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=self.what, daemon=True)
+        # With Prefect's settings of the flow, without which a line of its log would start another Prefect server.
+        self._thread = threading.Thread(target=copy_context().run, args=(self._work,), name=self.what, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -8,9 +8,11 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_api import ask
 from stage_driver import left_over, start_marked, store_in, tiny
 from waiting import wait_until
@@ -22,6 +24,7 @@ from areal_tasks.store.runs import load_run, open_run
 from areal_tasks.store.waits import current_waits
 from flows import waits as shown
 from flows.artifacts import Artifacts
+from flows.background import RepeatedWork
 from flows.cli.main import main
 from flows.rlhf import rlhf
 from schemas.recipe.recipe import RlhfRecipe
@@ -146,3 +149,20 @@ def test_the_page_tells_of_a_store_that_takes_no_records(tmp_path: Path, monkeyp
 
 def away(*_: object) -> None:
     raise Unavailable("the store is away")
+
+
+def test_what_is_repeated_logs_with_the_settings_of_its_flow() -> None:
+    """Without them Prefect would send the line to another server, and would start one for it."""
+
+    class Failing(RepeatedWork):
+        seconds = 0.01
+        what = "figures"
+
+        def repeat(self) -> None:
+            raise OSError
+
+    servers: list[str] = []
+    log = SimpleNamespace(warning=lambda *_: servers.append(PREFECT_API_URL.value()))
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), Failing(log):
+        wait_until(lambda: servers)
+    assert servers == ["http://127.0.0.1:1/api"]

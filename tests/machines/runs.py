@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Any, Final
 
 import pytest
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
 from machines.bed import Machine
 from machines.clusters import Cluster, OnRay, OnSlurm, OnStarters
@@ -46,10 +46,10 @@ class Run:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line))
 
-    def wait_for(self, line: str, since: float = 0.0) -> float:
+    def wait_for(self, line: str, since: float = 0.0, limit: float = LIMIT) -> float:
         """When the run printed such a line. Fails if it ends before."""
         try:
-            wait_until(lambda: self.times(line, since) or not self._reader.is_alive(), line)
+            wait_until(lambda: self.times(line, since) or not self._reader.is_alive(), line, limit)
         finally:
             found = self.times(line, since)
             if not found:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
 from machines.clusters import CONTROL, HEAD, Cluster, OnStarters, pause
 from machines.runs import SYSTEMS, Run, query, services, slurm_and_ray
@@ -90,7 +90,7 @@ def test_a_flow_that_was_cut_off_leaves_the_run_to_a_later_start(cluster: Cluste
     cluster.bed.cut(HEAD)
     cut = time.monotonic()
     if noticed:
-        first.wait_for("Trying again", cut)
+        first.wait_for("Trying again", cut, limit=3 * LIMIT)  # requests to the store are retried for three minutes
     cluster.head = CONTROL
     second = Run(cluster, line=" done (")
     cluster.bed.restore(HEAD)
