@@ -14,6 +14,7 @@ import psutil
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 POLL_SECONDS: Final = 0.05
+END_SECONDS: Final = 20.0
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,12 +46,12 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def end_descendants(seconds: float = 20.0) -> None:
-    """Kill every descendant of this process, repeatedly until none is left, or for `seconds`.
+def end_descendants() -> None:
+    """Kill every descendant of this process, repeatedly until none is left, or for END_SECONDS.
 
     Also those that have left its session, or lost their parent after `adopt_orphans`.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + END_SECONDS
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):

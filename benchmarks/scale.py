@@ -69,8 +69,8 @@ SCALAR: dict[str, str] = {
     "dropped samples": "SELECT dropped_reason, count(*), avg(num_generated) FROM samples GROUP BY 1 ORDER BY 1",
     "the last ten iterations": "SELECT count(*), avg(reward) FROM samples"
     " WHERE iteration >= (SELECT max(iteration) FROM scalars) - 9",
-    "zero-variance groups over time": "SELECT iteration // 500 AS k, count(*), count(*) FILTER (dead) FROM groups"
-    " GROUP BY 1 ORDER BY 1",
+    "zero-variance groups over time": "SELECT iteration // 500 AS k, count(*), count(*) FILTER (zero_variance)"
+    " FROM groups GROUP BY 1 ORDER BY 1",
 }
 RUN_ONLY: dict[str, str] = {
     "optimizer over time": "SELECT iteration // 500 AS k, avg(loss), max(grad_norm), avg(entropy) FROM train_steps"

@@ -331,12 +331,12 @@ ACTIONS: Final = (
 
 
 class Reference(StoredRecord):
-    """`references/<child>.json`: a child run needs this run's history before `iteration`."""
+    """`references/<child>.json`: the derived run `child` needs this run's history before `iteration`."""
 
     child: str
     iteration: int
     attempt: str
-    kind: str = Field(default="", description='"fork", "replay", or "weights": the child begins with weights of it')
+    kind: str = Field(default="", description='"fork", "replay", or "weights": it begins with weights of this run')
     provenance: Provenance
 
 

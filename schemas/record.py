@@ -1,6 +1,6 @@
 """What every JSON file of the store is: a record of a schema version, and a seal over its bytes.
 
-Schema 2 added a seal to every file, the log, references to children, tags, tombstones and signatures; schema 3 the
+Schema 2 added a seal to every file, the log, references to derived runs, tags, tombstones and signatures; schema 3 the
 order of a run's prompts; schema 4 the spool, and the groups that an iteration took. Files of earlier schemas are read
 unchanged: every field that they lack has a default.
 """

@@ -301,8 +301,9 @@ VIEWS: Final = (
         "scalars",
         "SELECT iteration, group_id, any_value(prompt_id) AS prompt_id, any_value(epoch) AS epoch, count(*) AS samples,"
         " count(*) FILTER (kept) AS kept, avg(judged) AS reward, min(judged) AS reward_min, max(judged) AS reward_max,"
-        " stddev_pop(judged) AS reward_std, min(judged) = max(judged) AS dead, sum(num_generated)::BIGINT AS tokens,"
-        " count(*) FILTER (truncated) AS truncated, min(version_min) AS version_min, max(version_max) AS version_max"
+        " stddev_pop(judged) AS reward_std, min(judged) = max(judged) AS zero_variance,"
+        " sum(num_generated)::BIGINT AS tokens, count(*) FILTER (truncated) AS truncated,"
+        " min(version_min) AS version_min, max(version_max) AS version_max"
         " FROM (SELECT *, CASE WHEN isnan(reward) THEN NULL ELSE reward END AS judged FROM scalars)"
         " GROUP BY iteration, group_id",
     ),

@@ -14,7 +14,7 @@ from areal_tasks.store.spool import read_spool
 
 
 def rows_by_group(tables: Iterable[pa.Table]) -> dict[int, list[str]]:
-    """All columns of each group's rows, to the bit: tokens, logprobs, versions, even the seconds that each took."""
+    """All columns of each group's rows, bitwise: tokens, logprobs, versions, even the seconds that each took."""
     found: dict[int, list[str]] = defaultdict(list)
     for row in (row for table in tables for row in table.to_pylist()):
         found[row["group_id"]].append(repr(row))

@@ -46,9 +46,9 @@ def hold_port(wanted: int, address: str) -> socket.socket:
     return held
 
 
-def probe_port(wanted: int = 0, address: str = HOST) -> int:
+def probe_port(wanted: int = 0) -> int:
     """`wanted` if it is free now, or for 0 any port that is. Errors as of `hold_port`."""
-    with hold_port(wanted, address) as held:
+    with hold_port(wanted, HOST) as held:
         port: int = held.getsockname()[1]
     return port
 

@@ -66,7 +66,7 @@ class Forkserver:
 
     def lost(self) -> Exception:
         """Why the process does not answer: UserError if it does not get the verifier imported, else ConnectionError."""
-        if self.mistake:  # another worker was told, and its thread has ended the process
+        if self.mistake:  # another worker was sent it, and its thread has ended the process
             return UserError(self.mistake)
         try:
             status = self._process.wait(_STOP_SECONDS)

@@ -43,7 +43,7 @@ class Losses:
     closing: dict[int, int] = field(default_factory=dict)
 
     def add(self, start: int, groups: Collection[int]) -> None:
-        """Add the groups of a lost worker, which nobody has now."""
+        """Add the groups of a lost worker, which no worker has now."""
         self.closing |= dict.fromkeys(groups, start)
 
     def forget(self, groups: Collection[int]) -> None:

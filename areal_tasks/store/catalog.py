@@ -237,7 +237,7 @@ def list_compactions(store: Store, run: str) -> list[CompactionName]:
 def valid_compactions(run: Run) -> list[Compaction]:
     """The largest valid compactions of the run's history, in order and without overlap.
 
-    A parent's compactions count if they end no later than where the child begins.
+    A parent's compactions count if they end no later than where the derived run begins.
     """
     found, covered = list[Compaction](), 0
     for candidate in _candidates(run):

@@ -1,7 +1,7 @@
-"""Children of runs: a fork shares its parent's history up to an iteration; a replay rebuilds it from its tables.
+"""Derived runs: a fork shares its parent's history up to an iteration; a replay rebuilds it from its tables.
 
-Nothing is copied. First a reference is written into the parent, so that `gc` keeps what the child needs; then the child
-is created.
+Nothing is copied. First a reference is written into the parent, so that `gc` keeps what the derived run needs; then
+that run is created.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ReplayEnd = Literal["", "verify", "advantage"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a child run comes from: its parent, and the first iteration that is the child's own."""
+    """Where a derived run comes from: its parent, and the first iteration that is its own."""
 
     parent: str
     iteration: int
@@ -86,7 +86,7 @@ def check_origin(record: RunRecord, asked: Origin | None) -> None:
     own = origin_of(record)
     if asked is not None and own != asked:
         raise UserError(
-            f"Run {record.run!r} exists and is {own or 'no child'}, not {asked}. Choose another name (run=NAME)."
+            f"Run {record.run!r} exists and is {own or 'no derived run'}, not {asked}. Choose another name (run=NAME)."
         )
     if asked is None and own is not None and own.kind == "replay":
         raise UserError(f"Run {record.run!r} is {own}: arealflow replay continues it. Choose another name (run=NAME).")
@@ -118,7 +118,7 @@ def check_iteration(parent: Run, iteration: int) -> None:
 
 
 def commits_needed(origin: Origin, end: int) -> range:
-    """The iterations before `end` whose weights and checkpoint a child may load.
+    """The iterations before `end` whose weights and checkpoint a derived run may load.
 
     It continues from the last one that it shares. A replay may also reuse any later one and continue from there, unless
     it keeps the rollouts and trains every iteration itself, or none.
@@ -130,7 +130,7 @@ def commits_needed(origin: Origin, end: int) -> range:
 
 
 def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
-    """`recipe` with the fields that determine its parent's version 0: a child begins with the same initial weights.
+    """`recipe` with the fields that determine its parent's version 0: a derived run begins with these weights.
 
     Raises UserError: the recipe is another flow's, or names initial weights that are not the parent's.
     """
@@ -142,7 +142,7 @@ def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
     if asked != theirs and not recipe.model.warm_start:
         changed = ", ".join(f"model.{name}" for name in _INITIAL_WEIGHTS if asked[name] != theirs[name])
         raise UserError(
-            f"{changed}: a child begins with the initial weights of its parent {parent.name!r}. "
+            f"{changed}: a derived run begins with the initial weights of its parent {parent.name!r}. "
             "For another model start a run of its own."
         )
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=theirs)})
@@ -161,7 +161,7 @@ def parent_values(parent: Run, iteration: int) -> dict[str, Any]:
 def _max_gap(run: Run, k: int) -> float:
     """`algorithm.max_logprob_gap` at iteration `k`; the original's if a replay of recorded rollouts has lifted it.
 
-    The replay's own children generate with the weights that they train, so the bound must hold for them.
+    Runs derived from the replay generate with the weights that they train, so the bound must hold for them.
     """
     origin_run = run.run_of_iteration(k)
     gap = float(origin_run.recipe_at(k)["algorithm"]["max_logprob_gap"])
@@ -169,46 +169,46 @@ def _max_gap(run: Run, k: int) -> float:
     return gap if original is None else _max_gap(original, k)
 
 
-def write_reference(store: Store, parent: str, child: str, iteration: int, kind: str) -> Reference:
-    """Record, for `gc`, that `child` needs the history of `parent` before `iteration`; an existing one may cover more.
+def write_reference(store: Store, parent: str, derived: str, iteration: int, kind: str) -> Reference:
+    """Record, for `gc`, that `derived` needs its parent's history before `iteration`; an existing one may cover more.
 
-    Raises UserError: there is one that covers less, of a child of this name that never started.
+    Raises UserError: there is one that covers less, of a derived run of this name that never started.
     """
     record = Reference(
-        child=child, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
+        child=derived, iteration=iteration, attempt=new_attempt(), kind=kind, provenance=make_provenance(0, now())
     )
-    existing, _ = commit_once(store, paths.reference(parent, child), record)
+    existing, _ = commit_once(store, paths.reference(parent, derived), record)
     if existing.iteration < iteration:
         raise UserError(
-            f"Run {parent!r} keeps only the iterations before {existing.iteration} for a child {child!r} that never "
-            f"started, and this one needs those before {iteration}. Choose another name (run=NAME)."
+            f"Run {parent!r} keeps only the iterations before {existing.iteration} for a derived run {derived!r} that "
+            f"never started, and this one needs those before {iteration}. Choose another name (run=NAME)."
         )
-    store.make_durable(paths.reference(parent, child))
+    store.make_durable(paths.reference(parent, derived))
     return existing
 
 
-def log_child(store: Store, child: str, origin: Origin, prefect_flow_run_id: str) -> None:
-    """Add a line about the new child to the logs of parent and child."""
+def log_derivation(store: Store, derived: str, origin: Origin, prefect_flow_run_id: str) -> None:
+    """Add a line about the new derived run to its own log and its parent's."""
     action = "forked" if origin.kind == "fork" else "replayed"
-    details: dict[str, bool | int | float | str] = {"parent": origin.parent, "child": child, "at": origin.iteration}
+    details: dict[str, bool | int | float | str] = {"parent": origin.parent, "child": derived, "at": origin.iteration}
     if origin.kind == "replay":
         details |= {"from": origin.replay_from, "counterfactual": origin.counterfactual}
-    for run in (origin.parent, child):
+    for run in (origin.parent, derived):
         append_log(store, run, action, details, prefect_flow_run_id=prefect_flow_run_id)
 
 
-def find_reference(store: Store, parent: str, child: str) -> Reference | None:
-    return find_record(store, paths.reference(parent, child), Reference)
+def find_reference(store: Store, parent: str, derived: str) -> Reference | None:
+    return find_record(store, paths.reference(parent, derived), Reference)
 
 
-# ── what the first start of a child loads ─────────────────────────────────────────────────────────────────────────────
+# ── what the first start of a derived run loads ──────────────────────────────────────────────────────────────────────
 
 
 _ONCE_PER_RUN: Final = ("initialise", "prompts")  # stages that are built once per run, whose tables every start reads
 
 
 def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
-    """Check everything that the first start of the child which `origin` describes loads; returns its weights.
+    """Check everything that the first start of the derived run which `origin` describes loads; returns its weights.
 
     Weights and checkpoints: existence and size. Tables: `check_file`.
 
@@ -230,8 +230,8 @@ def check_first_start(parent: Run, origin: Origin) -> list[WeightsRef]:
             check_all_kept(parent.store, refs)  # they may have been removed since the first check
         what = f"{error.where} does not exist" if isinstance(error, Missing) else str(error).split(". Restore")[0]
         raise UserError(
-            f"No child of run {parent.name!r} can begin at iteration {origin.iteration}: it would load a missing or "
-            f"damaged file: {what}. Restore it from a backup, or begin at another iteration; "
+            f"No run derived from {parent.name!r} can begin at iteration {origin.iteration}: it would load a missing "
+            f"or damaged file: {what}. Restore it from a backup, or begin at another iteration; "
             f"`arealflow audit {parent.name}` lists all damage."
         ) from error
     return refs
@@ -243,7 +243,7 @@ def check_all_kept(store: Store, refs: Sequence[WeightsRef]) -> None:
 
 
 def loaded_weights(parent: Run, origin: Origin) -> list[WeightsRef]:
-    """The weights and the checkpoint in the store that the first start of a child loads, each once.
+    """The weights and the checkpoint in the store that the first start of a derived run loads, each once.
 
     They are the initial weights; the checkpoint that the trainer begins with; the last weights, which it is compared
     with; and for servers the newest written weights, if the last ones were not written.

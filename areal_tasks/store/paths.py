@@ -31,9 +31,9 @@ def log(run: str, n: int) -> str:
     return f"{run}/log/{n}.json"
 
 
-def reference(run: str, child: str) -> str:
-    """The record in `run` that its child `child` needs a part of its history."""
-    return f"{run}/references/{child}.json"
+def reference(run: str, derived: str) -> str:
+    """The record in `run` that the run `derived` needs a part of its history."""
+    return f"{run}/references/{derived}.json"
 
 
 def tag(run: str, name: str) -> str:

@@ -57,7 +57,7 @@ def segments_table(run: Run) -> pa.Table:
 
 
 def spool_table(run: Run) -> pa.Table:
-    """The rows of the view `spool`: of this run, not of its parents, whose groups a child does not use."""
+    """The rows of the view `spool`: of this run, not of its parents, whose groups a derived run does not use."""
     records = read_spool(run.store, run.name)
     rows = _spool_rows(records)
     head = run.head() if rows else None
@@ -83,7 +83,7 @@ def _spool_rows(records: Iterable[SpoolRecord]) -> dict[int, dict[str, Any]]:
 
 
 def _made_with(run: Run, head: IterationCommit | None) -> str:
-    """`SpoolRecord.made_with` of the groups that the run makes after `head`; empty if it cannot be told."""
+    """`SpoolRecord.made_with` of the groups that the run makes after `head`; empty if that is unknown."""
     prompts = next((ref for ref in head.stages if ref.stage == "prompts"), None) if head else None
     if head is None or prompts is None:
         return ""

@@ -14,8 +14,8 @@ from schemas.errors import UserError
 class RunSummary:
     """A line of `arealflow runs`. `problem` says why the rest is empty.
 
-    `kind` is that of a child (`fork`, `replay`), whose own iterations begin at `forked_at`; a `counterfactual` replay
-    keeps the rollouts of its parent.
+    `kind` is that of a derived run (`fork`, `replay`), whose own iterations begin at `forked_at`; a `counterfactual`
+    replay keeps the rollouts of its parent.
     """
 
     name: str

@@ -29,7 +29,7 @@ from areal_tasks.store.fork import (
     check_first_start,
     check_iteration,
     commits_needed,
-    log_child,
+    log_derivation,
     write_reference,
 )
 from areal_tasks.store.opening import (
@@ -240,7 +240,7 @@ def open_run(
     iterations (a new segment).
 
     Args:
-        origin: the parent, for a child. It is not needed to continue an existing fork.
+        origin: the parent, for a derived run. It is not needed to continue an existing fork.
         segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
         stored: what the store holds of the run, if the caller has read it.
         claims: of a caller that may start the run several times: what identifies its starts; this one is added.
@@ -258,7 +258,7 @@ def open_run(
         if not mine:  # another start has created it meanwhile, perhaps with another recipe or origin
             read_stored_run(store, name).check(recipe, origin)
         elif origin is not None:
-            log_child(store, name, origin, prefect_flow_run_id)
+            log_derivation(store, name, origin, prefect_flow_run_id)
     owner = _claim(store, name, stored.owner, prefect_flow_run_id, set() if claims is None else claims)
     check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
     run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
@@ -320,7 +320,7 @@ def _create(store: Store, name: str, recipe: BaseRecipe, origin: Origin | None) 
     return commit_once(store, paths.run_record(name), record)
 
 
-def _attach_to_parent(store: Store, child: str, origin: Origin) -> Run:
+def _attach_to_parent(store: Store, derived: str, origin: Origin) -> Run:
     """Write a reference into the parent, check that the files it protects still exist, and return the parent.
 
     A fork refers to the iterations before it; a replay to every iteration that is committed now.
@@ -329,7 +329,7 @@ def _attach_to_parent(store: Store, child: str, origin: Origin) -> Run:
     check_iteration(parent, origin.iteration)
     loaded = check_first_start(parent, origin)  # before the reference is written
     needed = origin.iteration if origin.kind == "fork" else parent.committed
-    existing = write_reference(store, origin.parent, child, needed, origin.kind)
+    existing = write_reference(store, origin.parent, derived, needed, origin.kind)
     check_run_kept(store, origin.parent)
     commits = parallel(parent.commit, commits_needed(origin, existing.iteration))
     check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])

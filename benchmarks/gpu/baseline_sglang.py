@@ -23,9 +23,8 @@ from areal_tasks.store.query import run_sql
 from benchmarks.gpu.product import committed
 from benchmarks.gpu.prompts import read_prompts
 from benchmarks.gpu.results import add_results_option, record
-from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.settings import RECIPE, concurrency_of, recipe_of_shape, words_of
-from benchmarks.gpu.sglang_load import generate, reload_seconds, server
+from benchmarks.gpu.sglang_load import cache_of, generate, reload_seconds, server
 
 
 def prompts_of_run(store: str, run: str, iteration: int) -> list[list[int]]:

@@ -30,8 +30,8 @@ from benchmarks.gpu.prompts import make_prompts
 from benchmarks.gpu.raw_rounds import read_rounds
 from benchmarks.gpu.results import Record, add_results_option, device_name, load, measure, record
 from benchmarks.gpu.run_times import Cadence, Row, beside_raw, iteration_rows, summary
-from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.settings import concurrency_of, recipe_of_shape, samples_of, step_length, words_of
+from benchmarks.gpu.sglang_load import cache_of
 from benchmarks.gpu.shapes import SHAPES, make_shape
 from flows.cli.machine import down
 from schemas.recipe.load import load_recipe

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -127,3 +128,14 @@ def reload_seconds(url: str, folder: Path, repeats: int = 5) -> list[float]:
                 raise SystemExit(f"SGLang refused the weights: {json.dumps(answer)}")
             times.append(time.perf_counter() - started)
     return times
+
+
+def cache_of(*logs: Path) -> dict[str, Any]:
+    """Tokens that the cache of the server started last holds, and how often requests were put back; None: not said.
+
+    Servers are comparable if their caches have one size and neither was full.
+    """
+    said = [log.read_text(errors="replace") for log in sorted(logs) if log.exists()]
+    sizes = [int(size) for text in said for size in re.findall(r"max_total_num_tokens=(\d+)", text)]
+    full = sum(text.count("KV cache pool is full. Retract requests") for text in said)
+    return {"cache_tokens": sizes[-1] if sizes else None, "retractions": full if sizes else None}

@@ -48,7 +48,7 @@ def check_changeable(run: Run) -> None:
         raise UserError(f"run {run.name} has not begun: give the values with its recipe")
 
 
-def newest_recipe(run: Run, waiting: Sequence[Change] = ()) -> Recipe:
+def newest_recipe(run: Run, waiting: Sequence[Change]) -> Recipe:
     """The recipe of the run with all requested changes."""
     recipe = parse_recipe(read_recorded(run.segments[-1].recipe), run.name)
     for one in waiting:

@@ -109,7 +109,7 @@ def run(
 
 
 def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None:
-    """What the flow checks as it starts, so that Prefect's log does not repeat the UserError. `origin`: of a child."""
+    """What the flow checks as it starts, so that Prefect's log does not repeat the UserError."""
     add_import_folder(Path.cwd())
     check_engines(recipe)
     if not on_s3(recipe.store.url) or set_key_variables() or not prefect_may_have_keys():
@@ -168,7 +168,7 @@ def fork(
     loaded = load_run(open_store(store), parent)
     check_forkable(loaded, at)
     recipe, origin = parse_recipe(parent_values(loaded, at), parent, changes), Origin(parent, at)
-    name = name or child_name(f"{parent}-at-{at}", changes)
+    name = name or derived_name(f"{parent}-at-{at}", changes)
     if not loaded.store.exists(run_record(name)):
         check_first_start(loaded, origin)  # the flow checks it too, some seconds later
     check_start(recipe, name, origin)
@@ -179,14 +179,14 @@ def fork(
 
 
 def origin_values(origin: Origin) -> dict[str, Any]:
-    """A child's origin as values for JSON: `iteration` is its first own one."""
+    """A derived run's origin as values for JSON: `iteration` is its first own one."""
     values = {"kind": origin.kind, "parent": origin.parent, "iteration": origin.iteration}
     if origin.kind == "replay":
         values |= {"from": origin.replay_from, "until": origin.replay_until, "counterfactual": origin.counterfactual}
     return values
 
 
-def child_name(stem: str, settings: list[str]) -> str:
+def derived_name(stem: str, settings: list[str]) -> str:
     """A name that depends only on stem and settings, so that repeating a command resumes its run."""
     return f"{stem}-{digest_json(sorted(settings))[:6]}" if settings else stem
 
@@ -213,7 +213,7 @@ def replay(
     loaded = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
     settings = [until, f"at {at}" if at else "", "on policy" if on_policy else ""]
-    name = name or child_name(f"{run}-{start}", [*changes, *filter(None, settings)])
+    name = name or derived_name(f"{run}-{start}", [*changes, *filter(None, settings)])
     from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
 
     check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)

@@ -59,7 +59,7 @@ def semantic(
     )
 
 
-def operational(default: Any = ..., *, description: str, live: bool = False, **bounds: Any) -> Any:
+def operational(default: Any, *, description: str, live: bool = False, **bounds: Any) -> Any:
     """A field that changes how, where or how fast something is computed, never what: it is part of no key."""
     return Field(default, description=description, json_schema_extra={"semantic": False, "live": live}, **bounds)
 

@@ -1,4 +1,4 @@
-"""Log-ratios of any size give finite losses and gradients; those within the bound stay as they are, to the bit."""
+"""Log-ratios of any size give finite losses and gradients; those within the bound stay bitwise as they are."""
 
 from __future__ import annotations
 

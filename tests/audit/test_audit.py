@@ -85,7 +85,7 @@ def test_any_altered_bit_of_any_file_is_found_and_named(altered: Store, data: st
 
 @pytest.fixture(scope="module")
 def altered(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A copy that a test may alter, if it mends it again."""
+    """A copy that a test may alter, if it restores it."""
     folder = tmp_path_factory.mktemp("altered")
     shutil.copytree(made / "store", folder / "store")
     return store_in(folder)
@@ -124,7 +124,7 @@ def test_a_defect_says_what_else_it_takes_with_it(small: Store) -> None:
 
 
 def reseal(store: Store, path: str, change: Callable[[str], str]) -> None:
-    """Alter a record as somebody who knows the format would: its seal holds afterwards."""
+    """Alter a record as a person who knows the format would: its seal holds afterwards."""
     from schemas.manifest import IterationCommit, Segment
 
     model = IterationCommit if path.endswith("commit.json") else Segment

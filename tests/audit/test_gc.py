@@ -1,4 +1,4 @@
-"""`arealflow gc`: what goes, what stays whatever is asked for, and that nobody beside it loses anything."""
+"""`arealflow gc`: what it removes, what it keeps whatever is asked for, and that concurrent processes lose nothing."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_the_files_are_looked_through_once_for_all_stages(folder: Path) -> None:
 
 
 class Scanned(dict[str, Entry]):
-    """Files that count how often somebody goes through all of them."""
+    """Files that count how often all of them are listed."""
 
     times = 0
 
@@ -270,7 +270,7 @@ class Scanned(dict[str, Entry]):
         return super().__iter__()
 
 
-# ── beside others ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── concurrency ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def collect(folder: Path) -> None:
@@ -282,7 +282,7 @@ def collect(folder: Path) -> None:
         except StoreError as error:
             if "does not exist" not in str(error):  # a file that its writer has just given its name
                 raise
-        time.sleep(0.05)  # lest nobody else gets on
+        time.sleep(0.05)  # so that other threads get on
 
 
 def test_a_run_at_work_beside_gc_ends_with_the_same_bits(tmp_path: Path, expected: Digests) -> None:

@@ -1,4 +1,4 @@
-"""What comes between two steps of another: a removal beside a start, a tag beside `gc`, a put that was sent twice."""
+"""What comes between two steps of another: a removal during a start, a tag during `gc`, a put that was sent twice."""
 
 from __future__ import annotations
 

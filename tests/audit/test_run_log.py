@@ -55,7 +55,7 @@ def test_ctrl_c_says_how_the_run_goes_on(
     ("error", "action", "reason"),
     [
         (UserError("the verifier is broken\nsecond line"), "failed", "UserError: the verifier is broken"),
-        (TerminationSignal(signal=15), "interrupted", "TerminationSignal"),  # of a flow run that nobody knows
+        (TerminationSignal(signal=15), "interrupted", "TerminationSignal"),  # of an unknown flow run
         (Pause("suspended by a person"), "suspended", "Pause: suspended by a person"),
     ],
 )

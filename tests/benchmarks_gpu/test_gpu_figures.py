@@ -24,9 +24,9 @@ from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
 from benchmarks.gpu.results import load, record, run_limited
 from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, split, steady_rows, summary
-from benchmarks.gpu.server_log import cache_of
 from benchmarks.gpu.servers import Answer, Load
 from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
+from benchmarks.gpu.sglang_load import cache_of
 from benchmarks.gpu.shapes import SHAPES, learn_tokenizer, make_shape, mfu
 from benchmarks.simulate import Layout
 from schemas.recipe.load import list_recipes, load_recipe

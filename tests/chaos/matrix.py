@@ -2,12 +2,12 @@
 
     python tests/chaos/matrix.py [--only flow,trainer] [--rounds 20] [--commits 1] [--eta 0] [--s3] [--limit 60] …
 
-Each victim gets runs of the quickstart of its own, which nobody touches but by killing the victim. A round waits until
+Each victim gets runs of the quickstart of its own, of which only the victim is killed. A round waits until
 the run is at work, kills, and measures the seconds until two more iterations are committed: the second of them was
 generated after the kill. More than the limit is a failure. When the rounds are done the run goes on to its end, and
 must then hold what a run holds that nothing has disturbed: the same iterations, the same content digests, the same
 weights, bit by bit. With η > 0, where no two runs are alike, it must hold as many rows, every group once, no sample
-older than η, and pass the audit; and each group in its spool must be in its tables to the bit as it was spooled, or
+older than η, and pass the audit; and each group in its spool must be in its tables bitwise as it was spooled, or
 rejected: nothing was generated again.
 """
 

@@ -59,7 +59,7 @@ def test_a_position_costs_the_same_however_many_precede_it() -> None:
             permutation(index, 10**15, 1, 0, PROMPT_ORDER)
     finally:
         sys.setprofile(None)
-    assert len(calls) < 100 * 1000  # for 100 positions of a data set that nobody could shuffle
+    assert len(calls) < 100 * 1000  # for 100 positions of a data set too large to shuffle
 
 
 def test_the_order_looks_shuffled() -> None:

@@ -59,7 +59,7 @@ def split(words: list[str]) -> Iterator[list[str]]:
             found, comment = [], False
         elif word.startswith("#"):
             comment = True
-        elif not (comment or PLACEHOLDER.search(word)):
+        elif not (comment or PLACEHOLDER.search(word) or (word == "$" and not found)):
             found.append(word)
 
 

@@ -1,10 +1,12 @@
-"""Every command of the documentation that reads or keeps a run is executed, page by page, on a real run.
+"""Commands of the documentation that read, keep, fork or replay a run are executed, page by page, on a real run.
 
-Not those that train or start services: the demo and the tests of these commands do that.
+Those that begin a run are made short, and are slow tests. Not executed: what needs a run in progress (`set`, `top`), a
+service's log, Prefect's worker, several machines or a GPU. The tests of these commands do that, and the demo.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,18 +14,34 @@ from typing import Final
 
 import pytest
 from stage_driver import drive, store_in, tiny
-from test_documentation import PAGES, ROOT, commands
+from test_documentation import PAGES, ROOT, blocks, commands
 from typer.testing import CliRunner
 
+from areal_tasks.store.query import run_sql
 from flows.cli.main import app
 
 ITERATIONS: Final = 2
 #: Commands that need neither a GPU nor services, and how many of their first words name runs.
-RUNS_NAMED: Final = {"audit": 1, "compact": 1, "diff": 2, "fork": 1, "log": 1, "report": 2, "sql": 1, "weights": 1}
-UNNAMED: Final = ("gc", "plan", "runs")
+RUNS_NAMED: Final = dict.fromkeys(("audit", "compact", "fork", "log", "replay", "sql", "weights"), 1) | {
+    "diff": 2,
+    "report": 2,
+}
+UNNAMED: Final = ("doctor", "gc", "init", "plan", "runs")
 PREPARED: Final = ("--sign", "--verify", "-f", "--remove")  # they need a file of the reader's, or a run that has ended
 NAMES: Final = ("mine", "other")
-STANDS_FOR: Final = {"K": "1", "RECIPE": "quickstart"}
+FILE: Final = re.compile(r"# (\w+\.(py|yaml))\b")
+STANDS_FOR: Final = {"K": "1", "RECIPE": "quickstart", "STAGE": "verify"}
+#: Added to commands that begin a run: an iteration of few samples, from random weights, in threads of this process.
+SHORT: Final = (
+    *("model.warm_start=", "model.scratch={}", "rollout.groups=4", "evaluation={}", "schedule.iterations=1"),
+    *("launcher.type=inline", "inference.slots=16", "reward.verifier=stage_reward:digits"),
+)
+#: Added to the recipe of README.md, so that it runs without a GPU and a download, with its reward.
+ON_CPU: Final = (
+    *("model.path=", "model.scratch={}", "model.max_length=16", "model.dtype=float32"),
+    *("data={source: sums://4}", "rollout.groups=4", "rollout.max_new_tokens=4", "trainer.backend=local"),
+    *("inference={slots: 16}", "launcher.type=inline", "schedule.iterations=1"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +58,27 @@ def executable(page: Path) -> Iterator[list[str]]:
     for words in commands(page):
         match [word.replace(" ; ", "\n") for word in words if word != "PART"]:
             case ["arealflow", name, *arguments] if not set(arguments) & set(PREPARED):
-                if name in UNNAMED:
-                    yield [name, *here(arguments, 0)]
-                elif name in RUNS_NAMED and arguments and complete(name, arguments):
-                    yield [name, *here(arguments, RUNS_NAMED[name])]
+                if (name in UNNAMED or name in RUNS_NAMED) and complete(name, arguments):
+                    yield [name, *here(arguments, RUNS_NAMED.get(name, 0))]
+
+
+def begun() -> set[tuple[str, ...]]:
+    """The words of the commands that begin a run of a shipped recipe for CPUs."""
+    found = [tuple(word for word in words if word != "PART") for page in PAGES for words in commands(page)]
+    return {words[1:] for words in found if words[:2] == ("arealflow", "run") and "quickstart" in " ".join(words[2:3])}
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """The reader's files that the page shows, which begin with their names."""
+    for text in blocks(page, "python", "yaml"):
+        if named := FILE.match(text):
+            (folder / named[1]).write_text(text)
 
 
 def complete(name: str, arguments: Sequence[str]) -> bool:
-    return name != "sql" or any(" " in word for word in arguments)
+    """Whether a run or folder, a query, and the stage where a replay starts are given, where they are needed."""
+    asked = {"sql": any(" " in word for word in arguments), "replay": "--from" in arguments}
+    return asked.get(name, bool(arguments) or (name in UNNAMED and name != "init"))
 
 
 def here(arguments: Sequence[str], named: int) -> list[str]:
@@ -62,6 +93,11 @@ def here(arguments: Sequence[str], named: int) -> list[str]:
     return found
 
 
+def invoke(words: Sequence[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, f"arealflow {' '.join(words)}\n{done.output}\n{done.exception!r}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_do_what_the_page_shows(
     page: Path, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,10 +105,30 @@ def test_commands_do_what_the_page_shows(
     shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AREALFLOW_STORE", store_in(tmp_path).url)
+    write_files(page, tmp_path)
     for words in executable(page):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, f"arealflow {' '.join(words)}\n{done.output}\n{done.exception!r}"
+        invoke(words)
+
+
+@pytest.mark.slow("whole runs by the command; the one of the recipe on the first screen is in `make test`")
+@pytest.mark.parametrize("words", sorted(begun()), ids=" ".join)
+def test_runs_that_a_page_begins(
+    words: tuple[str, ...], api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AREALFLOW_STORE", store_in(tmp_path).url)
+    invoke([*words, *SHORT])
+
+
+def test_the_recipe_on_the_first_screen_runs(api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AREALFLOW_STORE", store_in(tmp_path).url)
+    write_files(ROOT / "README.md", tmp_path)
+    invoke(["run", "mine.yaml", "run=mine", *ON_CPU])
+    assert run_sql(store_in(tmp_path), "mine", "SELECT DISTINCT verifier FROM samples").to_pylist() == [
+        {"verifier": "my_reward:says_it"}
+    ]
 
 
 def test_there_is_something_to_execute() -> None:
-    assert sum(len(list(executable(page))) for page in PAGES) > 80
+    assert sum(len(list(executable(page))) for page in PAGES) > 100

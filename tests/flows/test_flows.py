@@ -269,7 +269,7 @@ def test_a_trainer_that_fails_again_and_again_ends_the_flow_run_with_its_reason(
 def test_a_run_of_an_earlier_version_is_resumed_by_todays_recipe(
     prefect: Prefect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The deployment's parameters hold today's defaults, and nobody says what was not set."""
+    """The deployment's parameters hold today's defaults, and nothing says which were not set."""
     store, recipe = unpack(tmp_path), recipes()["grpo"]
     assert recipe.algorithm.std_unbiased  # type: ignore[union-attr]
     assert rlhf(moved(recipe, tmp_path), run="grpo")["iterations"] == 3

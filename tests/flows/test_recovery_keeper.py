@@ -1,4 +1,4 @@
-"""What dies is started again, what nobody reports is found, and what keeps crashing is given up."""
+"""What dies is restarted, what no process reports is found, and what keeps crashing is given up."""
 
 from __future__ import annotations
 

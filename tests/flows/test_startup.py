@@ -119,7 +119,7 @@ def test_when_this_process_began() -> None:
     assert process_began() < time.time()
 
 
-@pytest.mark.slow("a Prefect server of its own; what it does is tested beside the server of all tests")
+@pytest.mark.slow("a Prefect server of its own; what it does is tested with the server of all tests")
 def test_the_command_with_a_server_of_its_own(tmp_path: Path) -> None:
     recipe = tmp_path / "small.json"
     recipe.write_text(tiny(schedule={"iterations": 1}, reward={"verifier": "exact"}).model_dump_json())  # JSON is YAML

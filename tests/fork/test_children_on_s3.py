@@ -1,4 +1,4 @@
-"""Forks, replays, comparisons, audits and gc on a real S3 server: as on a local disk, to the bit."""
+"""Forks, replays, comparisons, audits and gc on a real S3 server: bitwise as on a local disk."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_file_that_a_fork_would_load_is_missed_before_it_begins(
         victim.write_bytes(victim.read_bytes()[:-1])
     store = store_in(folder)
     before = listed(store, "")
-    with pytest.raises(UserError, match=rf"No child of run '{name}' can begin at iteration 2.*{victim}"):
+    with pytest.raises(UserError, match=rf"No run derived from '{name}' can begin at iteration 2.*{victim}"):
         open_run(store, "child", load(store, name), origin=Origin(name, 2))
     assert listed(store, "") == before
 
@@ -116,7 +116,7 @@ def test_servers_begin_with_the_newest_weights_that_were_written(folder: Path, m
     found = [(ref.version, "checkpoints" in ref.path) for ref in loaded_weights(run, Origin("often", LAST))]
     assert found == [(0, False), (1, False), (3, True)]
     Path(run.store.uri(commits[0].weights.path)).unlink()
-    with pytest.raises(UserError, match=r"No child of run 'often' can begin at iteration 3.*version=000001"):
+    with pytest.raises(UserError, match=r"No run derived from 'often' can begin at iteration 3.*version=000001"):
         check_first_start(run, Origin("often", LAST))
 
 

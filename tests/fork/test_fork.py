@@ -158,7 +158,7 @@ def test_another_seed_generates_otherwise_and_begins_with_the_parents_weights(wh
         ("new", Origin("whole", 4), r"'whole' has committed 3 iterations: fork it at 0 to 3, not at 4"),
         ("new", Origin("gone", 1), r"There is no run 'gone'"),
         ("other", Origin("whole", 2), r"'other' exists and is a fork of 'whole' at iteration 1, not a fork of .* 2"),
-        ("whole", Origin("other", 2), r"'whole' exists and is no child, not a fork of 'other'"),
+        ("whole", Origin("other", 2), r"'whole' exists and is no derived run, not a fork of 'other'"),
     ],
 )
 def test_forks_that_cannot_be(store: Store, name: str, origin: Origin, message: str) -> None:
@@ -170,7 +170,7 @@ def test_forks_that_cannot_be(store: Store, name: str, origin: Origin, message: 
 
 def test_a_child_cannot_begin_with_other_weights(store: Store) -> None:
     parent = load_run(store, "whole")
-    with pytest.raises(UserError, match=r"model.path, model.scratch: a child begins with .* of its parent 'whole'"):
+    with pytest.raises(UserError, match=r"model.path, model.scratch: a derived run begins .* its parent 'whole'"):
         inherit_model(parent, AT, tiny(model={"scratch": None, "path": "run://other"}))
     with pytest.raises(UserError, match="belongs to the flow 'rlhf', not 'sft'"):
         inherit_model(parent, AT, tiny_sft())
@@ -179,7 +179,7 @@ def test_a_child_cannot_begin_with_other_weights(store: Store) -> None:
 def test_a_reference_left_by_a_child_that_never_began(store: Store) -> None:
     assert write_reference(store, "whole", "unborn", 1, "fork").iteration == 1
     assert write_reference(store, "whole", "unborn", 0, "fork").iteration == 1
-    with pytest.raises(UserError, match="keeps only the iterations before 1 for a child 'unborn'"):
+    with pytest.raises(UserError, match="keeps only the iterations before 1 for a derived run 'unborn'"):
         write_reference(store, "whole", "unborn", 2, "fork")
 
 

@@ -1,4 +1,4 @@
-"""Replays: only what a change reaches is built anew, from the recorded rollouts unless told otherwise."""
+"""Replays: only what a change reaches is rebuilt, from the recorded rollouts unless the recipe says otherwise."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_its_rollouts_are_marked_as_another_policys(whole: Path) -> None:
 
 
 def test_what_comes_out_as_before_is_where_a_replay_stops(whole: Path) -> None:
-    """Nothing is changed, one stage is made anew, and what follows finds the original's own results."""
+    """Nothing is changed, one stage is rebuilt, and what follows finds the original's own results."""
     for start in ("verify", "train"):
         replay(whole, f"again-{start}", kept(start))
         assert [made_by(whole, f"again-{start}", k) for k in range(3)] == [{start}] * 3
@@ -204,7 +204,7 @@ def test_a_replay_is_continued_as_the_replay_it_is(whole: Path) -> None:
 
 
 def test_a_replay_that_would_read_what_was_removed_does_not_begin(tmp_path: Path) -> None:
-    """One that trains every iteration anew reads nothing of it."""
+    """One that trains every iteration again reads nothing of it."""
     whole = drive(tmp_path, "whole", tiny(trainer={"recover_within_seconds": 1e-6}))
     append_log(whole.store, "whole", "finished", {"owner": whole.owner})
     replay(tmp_path, "before", kept("train"), LR)

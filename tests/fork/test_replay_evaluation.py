@@ -1,4 +1,4 @@
-"""An evaluation is judged anew by another verifier: its completions stay, and no engine is started."""
+"""An evaluation is judged again by another verifier: its completions stay, and no engine is started."""
 
 from __future__ import annotations
 

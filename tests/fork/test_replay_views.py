@@ -50,7 +50,7 @@ def test_every_iteration_is_there_and_what_was_not_built_is_null(folder: Path, n
 def test_what_was_built_is_what_a_whole_replay_builds(folder: Path) -> None:
     query = "SELECT iteration, sample_id, kept, shaped_reward, dropped_reason FROM scalars ORDER BY ALL"
     assert asked(folder, "judged", query) == asked(folder, "full", query)
-    groups = "SELECT iteration, group_id, samples, kept, reward, dead FROM groups ORDER BY ALL"
+    groups = "SELECT iteration, group_id, samples, kept, reward, zero_variance FROM groups ORDER BY ALL"
     assert asked(folder, "judged", groups) == asked(folder, "full", groups)
 
 

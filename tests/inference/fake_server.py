@@ -1,4 +1,4 @@
-"""A server for tests of the client: it dies, dawdles, lies and forgets as it is told."""
+"""A server for tests of the client: it dies, dawdles, lies and forgets as the test sets."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_interrupted_output_is_continued_with_its_versions() -> None:
             results = await work
             assert [r.output_ids for r in results] == [[1, 2, 3]] * 2
             assert all(r.versions == [0, 1, 1] and r.segments == 2 for r in results)
-            assert [r.text for r in results] == [""] * 2, "to be decoded anew"
+            assert [r.text for r in results] == [""] * 2, "to be decoded again"
             assert fake.bodies[1]["input_ids"] == [[7, 1]] * 2, "the last token is sampled again"
             assert [p["max_new_tokens"] for p in fake.bodies[1]["sampling_params"]] == [2, 2]
 

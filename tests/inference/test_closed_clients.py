@@ -1,4 +1,4 @@
-"""Whoever still asks a client that has been closed, as when servers that were started again have a new one."""
+"""Callers that still ask a client that has been closed, as when restarted servers have a new one."""
 
 from __future__ import annotations
 

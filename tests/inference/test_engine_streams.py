@@ -1,4 +1,4 @@
-"""Sequences with a listener: the engine tells each token as it is sampled, and samples what it would for nobody."""
+"""Sequences with a listener: each token is reported as it is sampled, and is what it would be without a listener."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sequences(**params: Any) -> list[Sequence]:
 
 
 def heard(engine: Engine, asked: list[Sequence]) -> tuple[list[Sequence], list[list[Sequence]]]:
-    """The finished sequences, and what the listener of each was told."""
+    """The finished sequences, and what the listener of each was sent."""
     told: list[list[Sequence]] = [[] for _ in asked]
     for sequence, of_it in zip(asked, told, strict=True):
         sequence.listener = of_it.append

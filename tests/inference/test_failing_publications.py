@@ -37,7 +37,7 @@ from tests.inference.fake_supervisor import FakeSupervisor, publish, supervise
 
 
 class Loader(Fake):
-    """Notes whose weights it holds, and loads none, or says nothing of it, as it is told."""
+    """Notes whose weights it holds, and loads none, or says nothing of it, as the test sets."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ EVENTS = ["", "commit", "refuses", "refuses: one", "says nothing", "says nothing
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.booleans()), min_size=1, max_size=5))
 def test_servers_generate_with_committed_weights_alone(events: list[tuple[str, bool]]) -> None:
-    """Each publication of version 4 and later may fail, and somebody may ask for the servers after it or not."""
+    """Each publication of version 4 and later may fail, and a caller may ask for the servers after it or not."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_pool, "PROBE_SECONDS", (0.01, 0.01))
         with running(Path(folder)) as (engines, loaders, author):

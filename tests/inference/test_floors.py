@@ -33,7 +33,7 @@ def held(fakes: Iterable[Fake]) -> Serving:
 
 @asynccontextmanager
 async def follower(fakes: Sequence[Fake], **changes: Any) -> AsyncIterator[InferenceClient]:
-    """A client that only generates, as one in another process. Servers that nobody serves yet are served meanwhile."""
+    """A client that only generates, as one in another process. Servers that nothing serves yet are served meanwhile."""
     runners = [await serve(fake) for fake in fakes if not fake.url]
     client = InferenceClient([], Access("token"), Inference(**changes))
     client.clock = asyncio.get_running_loop().time
@@ -135,7 +135,7 @@ def test_retries_and_continuations_have_the_floor_too() -> None:
 
 
 def test_a_server_that_has_gone_back_is_not_believed() -> None:
-    """It was started again on older weights, and this client has not been told: it is evicted for their tokens."""
+    """It was started again on older weights, and this client does not know: it is evicted for their tokens."""
 
     async def test() -> None:
         fake = Fake(version=5)
@@ -152,7 +152,7 @@ def test_a_server_that_has_gone_back_is_not_believed() -> None:
 
 
 def test_a_client_that_only_generates_never_asks_for_a_token_by_a_health_check() -> None:
-    """A server may lend its memory to the trainer, which it was told by another client: a token would end it."""
+    """A server may lend its memory to the trainer, by the order of another client: a token would end it."""
 
     async def test() -> None:
         fake = Fake(delay=70.0)  # more than three polls

@@ -101,6 +101,6 @@ def asked(groups: range) -> list[GenerateRequest]:
 
 
 def repeated(engines: Engines, client: InferenceClient, results: list[GenerateResult]) -> None:
-    """Whoever generated it: the bits are those of any other server."""
+    """Whichever server generated it: the bits are the same."""
     again = engines.servers.call(client.generate(asked(range(2 * GROUPS))), generates=client)
     assert [(r.output_ids, r.logprobs) for r in again] == [(r.output_ids, r.logprobs) for r in results]

@@ -71,7 +71,7 @@ def test_a_server_that_missed_a_version_loads_it_when_it_is_well(
     client = engines.servers.inference()
     wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in servers] == [engines.initial.version] * 2
-    assert list(memory.iterdir()), "as long as nobody has asked"
+    assert list(memory.iterdir()), "as long as no server has asked"
     assert len(engines.servers.serve(engines.initial)) == 2
     assert not list(memory.iterdir())
 

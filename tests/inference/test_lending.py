@@ -107,7 +107,7 @@ def test_an_order_is_given_once_to_each_server() -> None:
     async def test() -> None:
         old, new = Lender(), Lender()
         async with serving(old, new) as client:
-            client.servers[0].lends = old.lends = True  # another client told it to
+            client.servers[0].lends = old.lends = True  # by the order of another client
             for _ in range(2):
                 await client.lend_memory(True)
             for _ in range(2):

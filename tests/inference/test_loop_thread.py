@@ -1,4 +1,4 @@
-"""The event loop of the inference client, beside the threads of a flow."""
+"""The event loop of the inference client, and the threads of a flow."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Stub:
         return {f"http://{i}": [server.checksums()] for i, server in enumerate(self.servers)}
 
     async def overwrite_weights(self) -> None:
-        assert self.paused, "nobody may generate with what is there now"
+        assert self.paused, "nothing may be generated with what is there now"
         if self.refuses == "reset_tensors":
             raise BadRequest("http://a/weights_checker answered 400: out of memory")
         for server in self.servers:

@@ -39,7 +39,7 @@ from tests.inference.fake_supervisor import FakeSupervisor, supervise
 
 @asynccontextmanager
 async def supervised(*fakes: Fake) -> AsyncIterator[InferenceClient]:
-    """A client whose servers somebody else starts again; it has none at first, and wants version 0."""
+    """A client whose servers another process restarts; it has none at first, and wants version 0."""
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([], Access("token"), Inference(), math.inf)
     await client.holding(0, "zero", None)
@@ -269,7 +269,7 @@ def test_servers_of_others_are_told_to_go_on_once() -> None:
 
 
 class Restarting(FakeSupervisor):
-    """Servers that end, and are started again when somebody looks, on the weights that are named then."""
+    """Servers that end, and are restarted when the flow polls them, on the weights that are named then."""
 
     def __init__(self, engines: Engines, fakes: list[Fake]) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def holds_nine(engines: Engines, folder: Path) -> None:
 
 
 def ends(engines: Engines, index: int) -> None:
-    """A server dies, and whoever waits for the servers finds out."""
+    """A server dies, and a caller that waits for the servers finds out."""
     supervisor(engines).dead.add(index)
     engines.servers._supervise()
 

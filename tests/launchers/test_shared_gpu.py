@@ -65,7 +65,7 @@ def test_it_does_not_wait_for_one_with_a_gpu_of_its_own(engines: Engines) -> Non
 def test_a_server_that_has_only_just_started_gives_its_memory_too(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a restart whose rollout is there already: nobody has asked for the servers yet."""
+    """As after a restart whose rollout is there already: nothing has asked for the servers yet."""
     inference = Inference(engine="sglang", release_memory=True)
     engines.servers.recipe = engines.recipe.model_copy(update={"inference": inference})
 

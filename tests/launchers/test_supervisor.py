@@ -187,7 +187,7 @@ def test_one_of_several_that_fails_too_often_is_left_out(begin: Begin) -> None:
 
 
 def test_a_service_that_was_ready_once_may_fail_while_it_starts_again(begin: Begin) -> None:
-    """The memory of the one before may not be free yet, say: that is nobody's mistake."""
+    """The memory of the one before may not be free yet, say: that is no mistake."""
     supervisor = begin("ready", restarts=3)
     supervisor.wait(["ready"])
     service = supervisor.services["ready"]

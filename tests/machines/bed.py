@@ -43,7 +43,7 @@ ip link set lan up
 echo ready
 exec sleep infinity >&- 2>&-
 """
-#: A machine. Its first process ends all others when it ends, and reaps those that nobody else does.
+#: A machine. Its first process ends all others when it ends, and reaps those that no other process does.
 BOOT: Final = """
 set -e
 name=$1 home=$2

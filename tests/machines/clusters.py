@@ -179,7 +179,7 @@ class OnRay(Cluster):
         self.bed[name].run([sys.executable, "-m", "ray.scripts.scripts", "stop"])
 
     def drain(self, name: str) -> None:
-        """Ray is told that a node will be gone in 5 minutes, as by the notice that a spot machine gets."""
+        """Ray is informed that a node will be gone in 5 minutes, as by the notice that a spot machine gets."""
         asked = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=300"]
         self.bed[CONTROL].run([sys.executable, "-c", DRAIN, self.address, name, *asked])
 
@@ -203,5 +203,5 @@ def start_ray(machine: Machine, *options: str, **environment: str) -> None:
 
 
 def own_options(machine: Machine) -> tuple[str, ...]:
-    """What `ray start` needs to be told on a machine of the test bed."""
+    """The options that `ray start` needs on a machine of the test bed."""
     return (f"--node-ip-address={machine.address}", "--object-store-memory=80000000", "--disable-usage-stats")

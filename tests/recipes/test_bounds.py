@@ -41,7 +41,7 @@ GPUS = tuple(map(str, range(8)))
 #: Recipes whose settings are much like those of another one.
 LIKE = ("gsm8k-cpu", "gsm8k", "quickstart", "smollm2-gsm8k")
 OTHERS = pytest.mark.slow("the asynchronous recipe of that name has the same fields and more in use")
-#: What a bound may need beside it to have an effect, by field: the first that is accepted.
+#: What a bound may need with it to have an effect, by field: the first that is accepted.
 COMPANIONS: dict[str, tuple[str, ...]] = {
     "model.max_length": (
         "trainer.micro_batch_tokens=2000000",
@@ -158,7 +158,7 @@ def test_every_number_has_both_bounds() -> None:
 
 
 def exercise(recipe: Recipe) -> None:
-    """Everything that a run of this recipe computes before, beside and around its engines."""
+    """Everything that a run of this recipe computes before and around its engines."""
     plan_all(recipe)
     place_all(recipe)
     with one_thread():

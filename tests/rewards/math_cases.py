@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "reference" / "math.md"
 
 @dataclass(frozen=True)
 class Case:
-    """A row of a table: what a completion is judged to be beside a reference."""
+    """A row of a table: what a completion is judged to be, given a reference."""
 
     completion: str
     reference: str

@@ -105,7 +105,7 @@ def test_no_alarm_is_set_and_none_is_disturbed() -> None:
 
 
 def wrong_verdicts(solutions: list[tuple[str, str]]) -> Iterator[str]:
-    """Solutions that are not judged correct beside themselves, or not as their numbers differ beside the next one."""
+    """Solutions that are not judged correct against themselves, or not as their numbers differ against the next one."""
     numbers = [Decimal(answer.replace(",", "")) for _, answer in solutions]
     for i, (solution, answer) in enumerate(solutions):
         following = (i + 1) % len(solutions)

@@ -176,7 +176,7 @@ def test_a_forkserver_that_ends_before_it_is_told_what_to_load() -> None:
 
 
 def test_each_call_says_why_a_verifier_cannot_be_loaded() -> None:
-    """The thread that is told first ends the forkserver while others wait for it."""
+    """The thread that hears of it first ends the forkserver while others wait for it."""
     for _ in range(4):
         with contextlib.closing(VerifierPool(settings(verifier="nowhere_at_all:f", workers=4))) as pool:
             errors = [pool.submit([Row("p", "x", "a")]).exception() for _ in range(6)]

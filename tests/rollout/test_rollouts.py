@@ -58,7 +58,7 @@ def sample(group: int, version: int) -> Sample:
 
 @dataclass
 class Scene:
-    """A workflow that ends groups when, and as, it is told; `version` is what the servers hold."""
+    """A workflow that ends groups when, and as, the test says; `version` is what the servers hold."""
 
     version: int = 0
     capacity: int = 1000
@@ -482,7 +482,7 @@ def test_groups_made_with_other_settings_begin_again(local_store: Store, caplog:
 
 
 def test_a_restart_reads_no_record_whose_groups_are_all_settled(local_store: Store) -> None:
-    """Whoever has written them: here two workers, whose starts go on side by side."""
+    """Whichever worker has written them: here two, whose starts are concurrent."""
     spool, first, second = at(local_store), writer(local_store), writer(local_store)
     for group in range(6):
         for record in (second if group % 2 else first).write({group: (0, [sample(group, 0)])}):
@@ -516,7 +516,7 @@ def test_a_start_that_nobody_has_spoken_of_is_read_from_its_beginning(local_stor
 
 
 def test_a_group_that_two_records_hold_is_taken_from_one(local_store: Store) -> None:
-    """A worker that was given up for lost has recorded group 0, too, beside one that another iteration needs."""
+    """A worker that was given up for lost has recorded group 0, too, and one that another iteration needs."""
     spool = at(local_store)
     [lost] = writer(local_store).write({0: (0, [sample(0, 0)]), 1: (0, [sample(1, 0)])})
     [other] = writer(local_store).write({0: (1, [sample(0, 1)]), 2: (1, [sample(2, 1)])})

@@ -173,7 +173,7 @@ class Run(UndisturbedRun):
     @precondition(lambda self: self.zombies)
     @rule(pick=st.integers(0), turns=st.integers(0, 20))
     def zombie_flushes(self, pick: int, turns: int) -> None:
-        """What a process records that was replaced; it is told that its start was closed, if anybody knew of that."""
+        """What a process records that was replaced; it learns that its start was closed, if any process knew that."""
         self.do(self.flushed(self.zombies[pick % len(self.zombies)]), turns)
 
     def leave_alone(self, url: str) -> Near:
@@ -212,7 +212,7 @@ class Run(UndisturbedRun):
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def teardown(self) -> None:
-        """Whatever has happened, the run comes to its end when nobody is killed any more: no deadlock."""
+        """Whatever has happened, the run comes to its end when nothing is killed any more: no deadlock."""
         if not hasattr(self, "runner"):
             return
         try:

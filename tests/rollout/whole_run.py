@@ -90,7 +90,7 @@ class Commit:
 
 
 class UndisturbedRun(RuleBasedStateMachine):
-    """The steps of a run that nobody kills, holds or changes, and what holds in any run.
+    """The steps of a run that is not killed, held or changed, and what holds in any run.
 
     `trained`: the newest version there is. `consumed`: by group, the iteration and the attempt.
 
@@ -357,7 +357,7 @@ class UndisturbedRun(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), steps=st.integers(1, 60))
     def go_on(self, seed: int, steps: int) -> None:
-        """Nobody is killed for so many steps. Servers load weights in any order: some lag behind for long."""
+        """Nothing is killed for so many steps. Servers load weights in any order: some lag behind for long."""
         draw = random.Random(seed)
         ways: list[Callable[[int], object]] = [
             lambda turns: self.take(turns, draw.choice([0, 0, 0, 1])) if self.may_take() else None,

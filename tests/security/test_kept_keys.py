@@ -103,7 +103,7 @@ def test_neither_keys_nor_tokens_are_in_logs_command_lines_or_the_store(watched:
 
 
 def contents(folder: Path) -> bytes:
-    """All bytes of all files below: a database's own, and what SQLite keeps beside it."""
+    """All bytes of all files below: a database's own, and what SQLite keeps next to it."""
     found = b""
     for path in sorted(folder.rglob("*")):
         with suppress(FileNotFoundError):  # a running server's files come and go
@@ -202,7 +202,7 @@ def test_a_server_that_is_away_as_a_flow_run_begins_is_asked_again(api: str, mon
 
 @contextmanager
 def redirecting(api: str) -> Iterator[int]:
-    """The port of a server that sends whoever asks to the one that knows. It listens after more than a client waits."""
+    """The port of a server that sends clients to the one that knows. It listens after more than a client waits."""
 
     class Redirect(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -227,7 +227,7 @@ def redirecting(api: str) -> Iterator[int]:
 def test_a_server_that_stays_away_is_a_mistake_with_a_remedy(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_keys(monkeypatch)
     monkeypatch.setattr(credentials, "RETRY_SECONDS", 0.0)
-    with socket.socket() as mute:  # nobody listens there, or can
+    with socket.socket() as mute:  # no process listens there, or can
         mute.bind(("127.0.0.1", 0))
         nowhere = temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{mute.getsockname()[1]}"})
         with nowhere, pytest.raises(UserError, match=r"does not answer \(.*check that it runs, or export S3 keys"):

@@ -27,7 +27,7 @@ from schemas.recipe.load import parse_recipe
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
-    """A run with services of its own: its folder, their token, and every command line there was beside its rollout."""
+    """A run with services of its own: its folder, their token, and every command line there was during its rollout."""
     folder, tokens, commands = tmp_path_factory.mktemp("watched"), [], []
 
     def execute(jobs: Sequence[Job]) -> list[Built]:
@@ -44,7 +44,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[s
 
 
 def answers(folder: Path) -> None:
-    """Every service listens on loopback alone, and answers nobody without the token."""
+    """Every service listens on loopback alone, and answers no request without the token."""
     store = store_in(folder)
     records = [ServiceRecord.parse(store.read(path)) for path in listed(store, "r/services")]
     for record in records:

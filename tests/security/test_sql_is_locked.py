@@ -69,7 +69,7 @@ def test_a_statement_is_refused_before_it_is_run(store: Store, secret: Path, que
 
 @pytest.mark.parametrize("query", READS)
 def test_the_connection_itself_reaches_no_file(store: Store, secret: Path, query: str) -> None:
-    """Whoever uses the connection from Python has no check of statements before it."""
+    """Users of the connection from Python have no check of statements before it."""
     with Session(store, "old") as session, pytest.raises(Exception, match=r"."):
         session.connection.execute(query.format(file=secret / "secret.csv", folder=secret)).fetchall()
 

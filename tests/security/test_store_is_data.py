@@ -1,4 +1,4 @@
-"""What is read from a store is data: no file of it can run code, whoever wrote it."""
+"""What is read from a store is data: no file of it can run code, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_read_back_and_one_whose_index_runs_code_is_refused(tmp_
             load_parameters(tmp_path / "state", held_parameters(*state), lambda names: None)
         assert not ran.exists()
     pickle.loads(by_a_detour(f"touch {ran}"))
-    assert ran.exists(), "the detour does run code where nobody guards"
+    assert ran.exists(), "the detour does run code where nothing guards"
 
 
 def test_a_checkpoint_whose_data_runs_code_is_refused(tmp_path: Path) -> None:

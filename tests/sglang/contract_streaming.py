@@ -77,7 +77,7 @@ def the_first_piece_of_a_stream_comes_long_before_its_last_token(t: Target) -> N
 
 
 def a_client_that_leaves_its_streams_frees_their_slots(t: Target) -> None:
-    """Held by a pause, the streams wait; nobody is left to generate for afterwards."""
+    """Held by a pause, the streams wait; no client is left to generate for afterwards."""
     with t.streaming(4, t.prompt(131), max_new_tokens=t.max_length - 20, ignore_eos=True) as streams:
         for stream in streams:
             assert next(stream)["meta_info"]["finish_reason"] is None

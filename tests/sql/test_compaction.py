@@ -221,7 +221,7 @@ def test_a_compaction_of_every_table_is_not_merged_away(local: Store) -> None:
     assert covered(run) == [(0, 2), (2, 6)]
 
 
-# ── beside the loop ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── concurrent with the loop ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_loop_compacts_beside_its_commits(local: Store) -> None:

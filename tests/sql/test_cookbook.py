@@ -133,9 +133,9 @@ def groups_of(samples: list[Row]) -> list[Row]:
     found = []
     for (k, group), rows in by(samples, "iteration", "group_id").items():
         rewards = [r["reward"] for r in rows if r["reward"] is not None]
-        dead = (min(rewards) == max(rewards)) if rewards else None
-        known = {"prompt_id": rows[0]["prompt_id"], "epoch": rows[0]["epoch"], "reward": mean(rewards), "dead": dead}
-        found.append({"iteration": k, "group_id": group, **known})
+        zero_variance = (min(rewards) == max(rewards)) if rewards else None
+        known = {"prompt_id": rows[0]["prompt_id"], "epoch": rows[0]["epoch"], "reward": mean(rewards)}
+        found.append({"iteration": k, "group_id": group, "zero_variance": zero_variance, **known})
     return found
 
 
@@ -202,11 +202,11 @@ def test_held_out(answers: dict[str, pa.Table], tables: Tables) -> None:
         assert close(row["accuracy"], mean(r["verdict"] == "correct" for r in judged), 3)
 
 
-def test_dead_groups(answers: dict[str, pa.Table], samples: list[Row]) -> None:
+def test_zero_variance_groups(answers: dict[str, pa.Table], samples: list[Row]) -> None:
     [row] = ask(answers, "How many groups are zero-variance groups?")
     groups = groups_of(samples)
-    assert (row["groups"], row["without_signal"]) == (len(groups), sum(g["dead"] is True for g in groups))
-    assert row["never_solved"] == sum(g["dead"] is True and g["reward"] == 0 for g in groups)
+    assert (row["groups"], row["without_signal"]) == (len(groups), sum(g["zero_variance"] is True for g in groups))
+    assert row["never_solved"] == sum(g["zero_variance"] is True and g["reward"] == 0 for g in groups)
     assert row["groups"] == 4 * ITERATIONS
 
 

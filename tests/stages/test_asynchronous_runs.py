@@ -162,7 +162,7 @@ def die_ahead(folder: Path, name: str, recipe: Recipe, label: str) -> None:
 
 
 def test_what_waited_is_trained_on_as_it_was_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the spool are found again in the tables of iterations, to the bit: they were not generated twice."""
+    """Rows of the spool are found again in the tables of iterations, bitwise: they were not generated twice."""
     recipe = ahead(rollout={"flush_seconds": 0.0})
     start_marked(tmp_path, die_ahead, tmp_path, "killed", recipe, "train 1").wait()
     wait_until(lambda: not left_over(tmp_path))

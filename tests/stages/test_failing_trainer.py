@@ -34,7 +34,7 @@ from schemas.recipe.launcher import Launcher
 def test_a_trainer_that_failed_once_is_replaced_and_no_bit_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real process, whose second iteration fails half-way: nobody trusts its memory any more."""
+    """A real process, whose second iteration fails half-way: its memory is not trusted any more."""
     drive(tmp_path, "whole", tiny_sft(schedule={"iterations": 2}))
     fails = tmp_path / "fails"
     fails.touch()

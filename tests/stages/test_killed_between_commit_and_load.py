@@ -65,7 +65,7 @@ def test_the_flow(tmp_path: Path) -> None:
     assert process.exitcode == -9
     written, committed = attempts(tmp_path, 1)
     assert len(written) == 1 and written == committed
-    wait_until(lambda: not left_over(tmp_path), "the end of whoever holds that version")
+    wait_until(lambda: not left_over(tmp_path), "the end of the processes that hold that version")
     drive(tmp_path, "r", RECIPE)
     assert digests(tmp_path, "r") == expected(tmp_path, RECIPE)
     again, committed = attempts(tmp_path, 1)

@@ -103,7 +103,7 @@ IN_REWARD = ("algorithm.kl=reward", "algorithm.kl_coef=0.01")
     [
         ((*IN_REWARD, ROUNDS, "algorithm.minibatches=1"), {"advantage"}),
         ((*IN_REWARD, ROUNDS, "algorithm.minibatches=2"), {"advantage", "train"}),
-        ((*IN_REWARD, "algorithm.minibatches=2"), set()),  # equal to the bit: the servers' logprobs are the trainer's
+        ((*IN_REWARD, "algorithm.minibatches=2"), set()),  # bitwise identical: the servers' logprobs are the trainer's
         ((ROUNDS, "algorithm.minibatches=1"), set()),
         ((ROUNDS, "algorithm.minibatches=2"), {"train"}),
     ],

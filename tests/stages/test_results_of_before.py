@@ -1,4 +1,4 @@
-"""With η = 0 a run's results are, bit for bit, those of the last commit before runs could be asynchronous."""
+"""With η = 0 a run's results are bitwise those of the last commit before runs could be asynchronous."""
 
 from __future__ import annotations
 

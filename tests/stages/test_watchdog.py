@@ -231,7 +231,7 @@ def waits_for_the_store(name: str, why: str) -> None:
 def hang_at_the_store(path: str) -> None:
     """A process that reads a store whose file never answers: a pipe that has no writer.
 
-    Whoever ends a service that hangs waits for the store, too. The log is written when it is flushed.
+    What ends a service that hangs waits for the store, too. The log is written when it is flushed.
     """
     settings = Launcher.model_validate({"warn_seconds": 0.1, "hang_seconds": 0.2, "store_seconds": 1.0})
     logging.root.addHandler(MemoryHandler(1000, logging.CRITICAL + 1, logging.FileHandler(f"{path}.log")))

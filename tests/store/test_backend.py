@@ -62,7 +62,7 @@ def test_an_interrupted_create_leaves_nothing_to_see(local_store: Store, monkeyp
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "link", die)
-        patch.setattr(os, "unlink", lambda path: None)  # killed: nobody tidies up
+        patch.setattr(os, "unlink", lambda path: None)  # killed: nothing tidies up
         local_store.create("run/a.json", b"half")
     assert listed(local_store, "run") == [] and local_store.children("run") == []
     local_store.create("run/a.json", b"whole")

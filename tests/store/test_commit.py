@@ -53,7 +53,7 @@ def test_a_record_whose_bytes_were_altered_in_transit_is_read_again(local_store:
 
 
 def _race(url: str, folder: Path, seed: int) -> None:
-    """Commit the same stages as somebody else does just then; write down who won, and what we have committed."""
+    """Commit the same stages as another process does just then; write down who won, and what we have committed."""
     store, outcome = open_store(url), []
     for k in range(ROUNDS):
         rows = table("verify", iteration=k, seed=seed)

@@ -77,7 +77,7 @@ def exchange(store: Store, path: str, data: bytes | None) -> None:
 
 
 def check_named(store: Store, path: str, folder: Path, how: str = "") -> None:
-    """Whoever needs the file says which it is, and `how` it is wrong; nothing is committed."""
+    """What needs the file says which it is, and `how` it is wrong; nothing is committed."""
     for use in (lambda: run_sql(store, "r", QUERY), lambda: drive(folder, "r", tiny(), store=store)):
         with pytest.raises(UserError, match=how) as error:
             use()

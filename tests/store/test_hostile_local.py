@@ -196,7 +196,7 @@ def test_a_commit_lost_in_the_middle_is_missed_by_whoever_starts_the_run(local_s
 
 
 def test_no_key_digest_or_order_depends_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are told, and never compared: a clock that jumps by years makes no difference."""
+    """Times are shown, and never compared: a clock that jumps by years makes no difference."""
     steady, jumping = (open_store((tmp_path / name).as_uri()) for name in ("steady", "jumping"))
     build(open_run(steady, "run", recipe()), range(4), {"verify": ("verify",)})
     years = iter([2026, 1990, 2099, 2020, 2031, 1970] * 100)

@@ -95,7 +95,7 @@ def test_a_child_of_a_name_that_another_start_has_taken_meanwhile_is_refused(loc
     build(open_run(local_store, "parent", recipe()), range(2))
     stored = read_stored_run(local_store, "child")
     open_run(local_store, "child", recipe())
-    with pytest.raises(UserError, match=r"'child' exists and is no child, not a fork of 'parent' at iteration 1"):
+    with pytest.raises(UserError, match=r"'child' exists and is no derived run, not a fork of 'parent' at iteration 1"):
         open_run(local_store, "child", recipe(), origin=Origin("parent", 1), stored=stored)
     assert not local_store.exists(paths.owner("child", 2)), "the other start is not fenced off"
 

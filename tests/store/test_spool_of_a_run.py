@@ -215,7 +215,7 @@ def test_sql_says_which_groups_are_dropped_since_other_settings_made_them(local_
     spool(local_store, open_start(local_store, "run", 1, made), 1, 2, 4)
     query = "SELECT group_id, state, lag, waiting_seconds >= 0 AS waits, reason FROM spool ORDER BY group_id"
     states = [row["state"] for row in run_sql(local_store, "run", query).to_pylist()]
-    assert states == ["waiting", "waiting", "waiting", "rejected", "waiting"], "nothing is committed: it cannot be told"
+    assert states == ["waiting", "waiting", "waiting", "rejected", "waiting"], "nothing is committed: it is unknown"
     rollout = commit_stage(local_store, manifest(local_store, "run", 0, "rollout", {"rollout": rows(0)}))
     state = {"next_group": 1, "spool": [[0, 1]]}
     run.commit_iteration(iteration_commit(run, 0, [prompts, rollout]).model_copy(update={"state": state}))

@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_each_sample_alone(model: Any, kind: LayoutKind, t
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_no_sequence_sees_another(model: Any, kind: LayoutKind) -> None:
-    """Other tokens in the neighbours leave a sample's logprobs as they were, to the bit."""
+    """Other tokens in the neighbours leave a sample's logprobs bitwise as they were."""
     sequences = _sequences()
     before = score_tokens(model, make_layout(sequences, torch.arange(5), kind), 1.0).logprobs
     layout = make_layout(sequences, torch.arange(5), kind)

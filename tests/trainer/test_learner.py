@@ -174,7 +174,7 @@ def _nan_where_masked(table: pa.Table, name: str, masks: list[list[bool]]) -> pa
 
 
 def _text(table: pa.Table) -> str:
-    """All of a table, to the bit and with NaN equal to itself."""
+    """All of a table, bitwise and with NaN equal to itself."""
     return repr(table.to_pylist())
 
 

@@ -287,7 +287,7 @@ def test_kept_weights_are_published_as_they_were_whatever_is_trained_since(rlhf:
     after = trainer.publish(Publish(owner=1, version=0, prefix=rlhf.folder("weights", 0, "after"))).files
     assert [file.sha256 for file in after] == [file.sha256 for file in before]
     trainer.load(Load(owner=1, version=0, weights=rlhf.initial))
-    assert trainer.health(False).kept is None, "a policy that was restored need not be the same to the bit"
+    assert trainer.health(False).kept is None, "a policy that was restored need not be bitwise the same"
 
 
 def test_reference_is_version_0_for_good_and_policy_is_not(rlhf: World) -> None:
@@ -350,7 +350,7 @@ def test_memory_is_given_back_where_servers_wait_for_it(
 
 
 def test_what_cannot_be_cleared_away_fails_no_command(rlhf: World) -> None:
-    """Somebody tidies up temporary folders while the trainer runs."""
+    """Another program tidies up temporary folders while the trainer runs."""
     trainer = rlhf.trainer()
     shutil.rmtree(trainer.fetched.parent)
     trainer.clear()

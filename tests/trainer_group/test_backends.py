@@ -197,7 +197,7 @@ def _played(
     asked = {"apart": apart, "backends": ranked, "local_checkpoints": given, "other_checkpoints": others}
     (folder / "script.json").write_text(json.dumps({**script, **asked, "experts": experts, "peaks": peaks}))
     numbers = range(count)
-    with socket.socket() as held:  # the first rank can listen there, and nobody else is given the port
+    with socket.socket() as held:  # the first rank can listen there, and no other process is given the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         ranks = [_start(folder, rank, count, held.getsockname()[1]) for rank in numbers]

@@ -42,7 +42,7 @@ def _played(folder: Path, script: dict[str, Any]) -> tuple[dict[str, Any], list[
     servers = [Popen([sys.executable, str(RECEIVER), TOKEN], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     urls = [f"http://127.0.0.1:{int(server.stdout.readline())}" for server in servers if server.stdout]
     (folder / "script.json").write_text(json.dumps({**script, "urls": urls, "token": TOKEN}))
-    with socket.socket() as held:  # the first rank can listen there, and nobody else is given the port
+    with socket.socket() as held:  # the first rank can listen there, and no other process is given the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((HOST, 0))
         ranks = [_start(folder, rank, held.getsockname()[1]) for rank in range(2)]

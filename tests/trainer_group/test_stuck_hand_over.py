@@ -77,7 +77,7 @@ def sent(world: World) -> httpx.Response:
 def test_a_refusal_is_the_answer_before_the_trainer_ends(
     world: World, ended: list[tuple[Any, ...]], answered: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """400 is a UserError for whoever asked, and no trainer is started again for the same to happen."""
+    """400 is a UserError for the caller, and no trainer is restarted for the same to happen."""
     fails_with(WeightTransferRejected(f"{SERVER} refused the weights: 400 no such group"), monkeypatch)
     answer = sent(world)
     assert (answer.status_code, answer.json()) == (400, {"error": f"{SERVER} refused the weights: 400 no such group"})

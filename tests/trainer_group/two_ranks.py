@@ -118,7 +118,7 @@ def play(player: Player) -> dict[str, Any]:
 
 
 def fail_once(player: Player) -> str:
-    """The last rank cannot reach the store for one checkpoint: what this rank is told.
+    """The last rank cannot reach the store for one checkpoint: what this rank hears.
 
     The next one succeeds, and is loaded; for it the store is elsewhere, so that each rank puts files of its own folder.
     """

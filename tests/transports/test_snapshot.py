@@ -40,7 +40,7 @@ def test_one_file_reads_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_each_tensor_keeps_its_type(tmp_path: Path) -> None:
-    """Weights come rounded; buffers beside them need not be floating-point numbers at all."""
+    """Weights come rounded; their buffers need not be floating-point numbers at all."""
     mixed = {str(dtype): torch.arange(6).to(dtype) for dtype in TYPES}
     held = Snapshot()
     held.take(1, mixed.items())

@@ -1,4 +1,4 @@
-"""A verifier that goes wrong in the course of a run, as it is told."""
+"""A verifier that goes wrong in the course of a run, as the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A verifier that goes on once somebody has reported its first verdict."""
+"""A verifier that goes on once its first verdict has been reported."""
 
 from __future__ import annotations
 

@@ -230,11 +230,11 @@ def test_a_server_that_comes_back_gets_the_later_ones(monkeypatch: pytest.Monkey
     monkeypatch.setattr(artifacts, "_new_client", lambda: client)
     found = Artifacts(LOG)
 
-    def mend() -> None:
+    def repair() -> None:
         client.broken = False
 
     one = partial(_one, found)
-    for make in (one, mend, one):
+    for make in (one, repair, one):
         found.offer("it", make)
     found.close()
     assert found.lost == 1 and len(client.made) == 1

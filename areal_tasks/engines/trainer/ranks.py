@@ -41,7 +41,7 @@ from schemas.recipe.training import Trainer
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-#: The variable of those that rank 0 starts. torchrun's may also be those of whoever started the flow.
+#: The variable of those that rank 0 starts. torchrun's may also be those of the job that started the flow.
 STARTED: Final = "AREAL_LOCAL_RANK"
 #: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0

@@ -9,7 +9,7 @@ import { colourOf } from "./curves.js";
 
 const PAGE = 100;
 
-/** The section of samples; its `update` lists them anew. Null without samples. */
+/** The section of samples; its `update` lists them again. Null without samples. */
 export function rolloutsSection(data) {
   if (!data.samples.length) return null;
   const state = { data, listed: [], shown: PAGE, current: null };

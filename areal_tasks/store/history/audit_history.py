@@ -108,7 +108,7 @@ Records = Mapping[str, SpoolRecord]
 def audit_spool(found: Findings, name: str, links: Sequence[Link]) -> dict[str, Records]:
     """Check the spool records of `name` and its parents, and queue the shards in the spool of `name`.
 
-    Returns the records of each run. Of its parents' spools, a child needs only which groups they rejected.
+    Returns the records of each run. Of its parents' spools, a derived run needs only which groups they rejected.
     """
     runs = dict.fromkeys([name, *(link.commit.run for link in links if link.commit)])
     spools = {run: _records(found, run) for run in runs}

@@ -1,4 +1,4 @@
-"""`arealflow gc`: which files are needed, by commits, running flows, children or tags; and which are not, and why.
+"""`arealflow gc`: which files are needed, by commits, running flows, derived runs or tags; and which are not, and why.
 
 Planning changes nothing; `gc_remove` removes files.
 """
@@ -28,7 +28,7 @@ from schemas.compaction import Compaction
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, Reference, SpoolRecord, StageManifest, WeightsManifest, WeightsRef
 
-#: A reference is written before its child is created: for this long, it counts although the child does not exist.
+#: A reference is written before its derived run is created: for this long, it counts although that run does not exist.
 REFERENCE_SECONDS: Final = 3600.0
 #: A run that has written nothing for this long is not running, whatever its log says.
 IDLE_SECONDS: Final = 7 * 24 * 3600.0
@@ -295,7 +295,7 @@ class RunFiles:
 
     @cached_property
     def references(self) -> list[Reference]:
-        """The references of children that exist or may be about to begin."""
+        """The references of derived runs that exist or may be about to begin."""
         found = []
         for entry in entries(self.store, f"{self.name}/references"):
             if entry.path.endswith(".json"):  # not one that is being written
@@ -319,8 +319,8 @@ def read_all_run_files(store: Store) -> dict[str, RunFiles]:
 def needed_weights(runs: Collection[RunFiles]) -> set[str]:
     """The manifests of weights and checkpoints of these runs that no retention rule may touch.
 
-    They are what a restart of any run loads, what children refer to, what other runs began with, and what is tagged. A
-    fork's history is its parent's too, so that a tag or a reference in the fork may mean files of its parent.
+    They are what a restart of any run loads, what derived runs refer to, what other runs began with, and what is
+    tagged. A fork's history is its parent's too, so that a tag or a reference in the fork may mean files of its parent.
     """
     borrowed = {folder for run in runs for folder in run.borrowed}
     tagged = {(tag.version, tag.weights_attempt) for run in runs for tag in read_tags(run.store, run.name)}
@@ -347,7 +347,7 @@ def _restart(commits: Sequence[IterationCommit]) -> set[str]:
 
 
 def _referred(run: RunFiles, reference: Reference) -> set[str]:
-    """What a child needs: a fork, what a start at its iteration loads; a replay, the whole history before that."""
+    """What a derived run needs: a fork, what a start at its iteration loads; a replay, all history before that."""
     shared = run.commits[: reference.iteration]
     if reference.kind == "fork":
         return _restart(shared)

@@ -88,9 +88,9 @@ def _check_unused(store: Store, name: str, older_than: float) -> None:
     if name not in runs:
         raise no_run(store, name)
     run = runs[name]
-    children = {other.name for other in runs.values() if other.run.record.parent == name}
+    derived = {other.name for other in runs.values() if other.run.record.parent == name}
     borrowers = {n for n, other in runs.items() if any(folder.startswith(f"{name}/") for folder in other.borrowed)}
-    users = sorted({*(r.child for r in run.references), *children, *borrowers})
+    users = sorted({*(r.child for r in run.references), *derived, *borrowers})
     if users:
         raise UserError(f"Run {name!r} stays: {', '.join(users)} would lose what they refer to. Remove those first.")
     if not run.ended and run.now - run.newest < older_than:

@@ -1,7 +1,7 @@
 """Tombstones: records of what was removed on purpose, written before the removal.
 
-`gc` writes a tombstone and then reads references; a child writes a reference and then reads tombstones. The later of
-the two sees the other's record, so that files to which a child refers are never removed.
+`gc` writes a tombstone and then reads references; a derived run writes a reference and then reads tombstones. The
+later of the two sees the other's record, so that files to which a derived run refers are never removed.
 """
 
 from __future__ import annotations

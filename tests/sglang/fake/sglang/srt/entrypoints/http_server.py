@@ -1,6 +1,6 @@
 """The application, as a global that the launcher can put a check before, and what starts SGLang's processes.
 
-A worker beside the server; and, worse than SGLang, one that leaves the session and its parent.
+A worker of the server; and, worse than SGLang, one that leaves the session and its parent.
 """
 
 from __future__ import annotations
