@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Two GPUs through the product: two ranks and one on the same tables, checkpoints from one rank to two and back, one
-# server over both GPUs, weights over NCCL; and memory that trainer and server hand over on one GPU.
+# server over both GPUs, as one service and as two that would be on two machines, weights over NCCL; and memory that
+# trainer and server hand over on one GPU.
 #
-#   benchmarks/gpu/two_gpus.sh [fsdp2] [deepspeed] [tp] [nccl] [shared]          (default: all of them)
+#   benchmarks/gpu/two_gpus.sh [fsdp2] [deepspeed] [tp] [over] [nccl] [shared]   (default: all of them)
 #
+# tp and over need a shape whose heads can be cut in two: SHAPE=0.5b. With a third GPU over uses NCCL and η = 1, too.
 # SHAPE (135m), FOLDER (/dev/shm/two-gpus: models, store, logs; keep it, and a part that was cut goes on), MORE (further
 # overrides), CPU=1 (two gloo ranks and the embedded server: fsdp2 and deepspeed only, to try the script itself).
 set -euo pipefail
@@ -32,6 +34,12 @@ start() {  # RUN OVERRIDES…: the run's flow in a process of its own; the lines
   grep -oE "iteration [0-9]+ done.*|no policy loaded.*|the trainer holds.*|re-?trained.*|trainer .*GPU.*|inference-.*GPU.*" "$log" || true
 }
 
+gaps() {  # RUN: how new weights came, and how far the server's logprobs are from the trainer's
+  arealflow sql "$1" "SELECT p.iteration, transport, p.version, round(list_max(load_seconds), 3) AS load_seconds,
+    round(logprob_gap_mean, 5) AS gap, round(grad_norm, 5) AS grad_norm
+    FROM publish p JOIN train_steps t USING (iteration) WHERE t.minibatch = 0 ORDER BY 1"
+}
+
 table() {  # RUN
   arealflow sql "$1" "SELECT iteration, round(avg(loss), 7) AS loss, round(avg(grad_norm), 5) AS grad_norm,
     sum(total_tokens) AS tokens, sum(micro_batches) AS passes, round(sum(step_seconds), 2) AS seconds
@@ -49,12 +57,20 @@ ranks() {  # BACKEND: rare checkpoints make the next start train the same iterat
   table "$run"
 }
 
-[ $# -gt 0 ] || set -- fsdp2 deepspeed tp nccl shared
+[ $# -gt 0 ] || set -- fsdp2 deepspeed tp over nccl shared
 for part in "$@"; do
   case $part in
     fsdp2 | deepspeed) ranks "$part" ;;
     tp) start two-tp trainer.gpus=[0] inference.tensor_parallel=2 inference.gpus=[0,1] schedule.iterations=3
       table two-tp ;;
+    over) over="trainer.gpus=[0] inference.tensor_parallel=2 inference.nodes=2"
+      # shellcheck disable=SC2086
+      start two-over $over inference.gpus=[0,1] schedule.iterations=3
+      gaps two-over
+      [ "$(python3 -c 'from areal_tasks.launchers.gpus import visible_gpus; print(len(visible_gpus()))')" -lt 3 ] && continue
+      # shellcheck disable=SC2086
+      start two-over-nccl $over inference.gpus=[1,2] inference.transport=nccl rollout.max_head_offpolicyness=1 schedule.iterations=4
+      gaps two-over-nccl ;;
     nccl) start two-nccl trainer.gpus=[0] inference.gpus=[1] inference.transport=nccl schedule.iterations=4
       arealflow sql two-nccl "SELECT iteration, transport, version, round(list_max(load_seconds), 3) AS seconds FROM publish" ;;
     shared) start two-shared trainer.gpus=[1] inference.gpus=[1] inference.release_memory=true schedule.iterations=3

@@ -96,6 +96,7 @@ PLACEMENTS = [
     ("0,1", "trainer.ranks=2 inference.servers=2 inference.gpus=[0,1]", "tensor"),
     ("0,1,2,3", "trainer.ranks=2 inference.servers=2", "nccl"),
     ("0,1,2,3", "trainer.ranks=2 inference.tensor_parallel=2", "nccl"),
+    ("0,1,2,3", "trainer.ranks=2 inference.tensor_parallel=2 inference.nodes=2", "nccl"),
     ("0,1,2,3,4,5,6,7", "trainer.ranks=4 inference.servers=4", "nccl"),
     ("0,1", "inference.tensor_parallel=2", "store"),
 ]
@@ -120,6 +121,12 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
         shared = {trainer.gpus[rank] for rank in trainer.sending}
         servers = {gpu for name, spec in specs.items() if name.startswith("inference") for gpu in spec.gpus}
         assert shared == (servers if transport == "tensor" else set())
+        names = [name for name in specs if name.startswith("inference")]
+        assert [specs[name].node for name in names] == [*range(recipe.inference.nodes)] * recipe.inference.servers
+        assert {len(specs[name].gpus) * recipe.inference.nodes for name in names} == {recipe.inference.tensor_parallel}
+        if transport != "store":
+            [receiver] = engines.servers._send_command(1, ["http://server"], []).receivers
+            assert receiver.ranks == recipe.inference.tensor_parallel, "all ranks of a server join the group"
 
 
 class Stopped(Exception):
