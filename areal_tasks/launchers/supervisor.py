@@ -144,7 +144,7 @@ class Supervisor:
     def retire(self, name: str) -> None:
         """Stop a service, and its group, for good. Others of these names may join later."""
         with self._lock:
-            members = self._members(self.services[name])
+            members = self.members(name)
             for one in members:
                 del self.services[one.spec.name]
                 self._unused = max(self._unused, one.spec.restart + 1)
@@ -152,7 +152,7 @@ class Supervisor:
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
         """Record the weights, now in the store, that a service and its group began on before they were there."""
-        for service in self._members(self.services[name]):
+        for service in self.members(name):
             service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
 
     def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
@@ -184,13 +184,18 @@ class Supervisor:
                     service.handle = starting.started()
                     service.reason = service.reason or starting.why
             self._end_groups()
-            every = {one.spec.name: one for name in names for one in self._members(self.services[name])}
-            polled = {name: self._poll_one(one, weights, explained) for name, one in every.items()}
+            wanted, groups = {*names}, {self.services[name].group for name in names} - {""}
+            asked = {n: one for n, one in self.services.items() if n in wanted or one.group in groups}
+            polled = {name: self._poll_one(one, weights, explained) for name, one in asked.items()}
             found = [polled[name] for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
             raise failures[0]
         return [one for one in found if isinstance(one, Ready)]
+
+    def members(self, name: str) -> list[Service]:
+        """The services of this service's group, itself included."""
+        return self._members(self.services[name])
 
     def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
         """(name, number of the start) of the services that have ended and that `poll` will restart."""

@@ -13,7 +13,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import session
 from areal_tasks.engines.handover import choose_transport, sending_ranks
-from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.service import ServiceSpec, server_of
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerClient
@@ -112,7 +112,12 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         specs: dict[str, ServiceSpec] = {}
-        monkeypatch.setattr(engines.supervisor, "start", lambda _, spec, *__, **___: specs.update({spec.name: spec}))
+        groups: dict[str, str] = {}
+
+        def start(_: str, spec: ServiceSpec, *__: Any, group: str = "") -> None:
+            specs[spec.name], groups[spec.name] = spec, group
+
+        monkeypatch.setattr(engines.supervisor, "start", start)
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
         engines.begin()
         engines.start(nothing, nothing, nothing)
@@ -123,6 +128,7 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
         assert shared == (servers if transport == "tensor" else set())
         names = [name for name in specs if name.startswith("inference")]
         assert [specs[name].node for name in names] == [*range(recipe.inference.nodes)] * recipe.inference.servers
+        assert all(groups[name] == server_of(name) for name in names), "a server's services end and start together"
         assert {len(specs[name].gpus) * recipe.inference.nodes for name in names} == {recipe.inference.tensor_parallel}
         if transport != "store":
             [receiver] = engines.servers._send_command(1, ["http://server"], []).receivers
