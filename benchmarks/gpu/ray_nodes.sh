@@ -58,9 +58,9 @@ if [ "$case" = over ]; then
   [ -z "${CPU:-}" ] || over=$own store=""
   export ITERATIONS=4
   # shellcheck disable=SC2086
-  case=split-1-equal-over-nccl@150 run ray $over $transport
+  case=split-1-equal-over-nccl@240 run ray $over $transport
   # shellcheck disable=SC2086
-  case=split-0-equal-over-store@150 run ray $over $store
+  case=split-0-equal-over-store@240 run ray $over $store
   for name in split-1-equal-over-nccl-ray split-0-equal-over-store-ray; do
     python3 -c 'from flows.cli.main import main; main()' sql "$name" "SELECT p.iteration, transport, p.version,
       round(list_max(load_seconds), 3) AS load_seconds, round(logprob_gap_mean, 5) AS gap, round(grad_norm, 5) AS grad_norm
