@@ -21,7 +21,7 @@ from waiting import LIMIT, wait_until
 from areal_tasks.engines.external import FETCH
 from areal_tasks.engines.fetching import PREFIX, memory
 from areal_tasks.engines.service import ServiceSpec, part_name, server_of
-from areal_tasks.engines.sglang import scheduler
+from areal_tasks.engines.sglang import parts as of_parts
 from areal_tasks.engines.sglang.from_store import LOAD
 from areal_tasks.engines.sglang.parts import Parts
 from areal_tasks.launchers.supervisor import Supervisor
@@ -171,9 +171,9 @@ def updater(success: bool) -> Any:
 def test_a_scheduler_loads_from_a_folder_of_its_machine(
     s3_store: Store, refs: list[WeightsRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "open_store", lambda: s3_store)
+    monkeypatch.setattr(of_parts, "open_store", lambda: s3_store)
     kind = updater(success=True)
-    scheduler.load_from_store(kind, first_machine=False)
+    of_parts.load_from_store(kind, first_machine=False)
     for source, read in ((s3_store.uri(refs[1].path), 1), (str(tmp_path / "model-0"), 0)):
         order = SimpleNamespace(model_path=source)
         assert kind().update_weights_from_disk(order).message == f"{tmp_path.name} {read}"
@@ -184,9 +184,9 @@ def test_a_load_that_fails_on_another_machine_ends_the_server(
     s3_store: Store, refs: list[WeightsRef], monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """The answer comes from the first machine, and would say that all is well."""
-    monkeypatch.setattr(scheduler, "open_store", lambda: s3_store)
+    monkeypatch.setattr(of_parts, "open_store", lambda: s3_store)
     kind = updater(success=False)
-    scheduler.load_from_store(kind, first_machine=first)
+    of_parts.load_from_store(kind, first_machine=first)
     order = SimpleNamespace(model_path=s3_store.uri(refs[1].path))
     if first:
         assert not kind().update_weights_from_disk(order).success

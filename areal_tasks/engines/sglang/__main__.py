@@ -66,7 +66,8 @@ def end_sglang() -> None:
 def run(spec: service.ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
     settings = Inference.model_validate(spec.recipe["inference"])
-    own = spec.model_copy(update={"address": HOST, "tls": ""}) if spec.node else spec  # it only says that it is healthy
+    # on machines after the first SGLang only says whether it is healthy
+    own = spec.model_copy(update={"address": HOST, "tls": ""}) if spec.node else spec
     first_port = 0 if spec.node else settings.first_port
     with meeting_point(spec, settings.nodes) as meeting, choose_port(first_port, spec.name, own.address) as held:
         port = held.getsockname()[1]  # SGLang listens only once it has loaded its model

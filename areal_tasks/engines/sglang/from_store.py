@@ -27,7 +27,7 @@ LOAD: Final = "/update_weights_from_disk"
 class FromStore:
     """ASGI middleware. Adds two paths: FETCH has weights fetched that are to be loaded, STORE_OF names the store.
 
-    `parts`: of a server over several machines. Each fetches them, and its schedulers look for them there (`scheduler`).
+    `parts`: of a server over several machines. Each fetches them, and its schedulers look for them there.
     """
 
     def __init__(self, app: ASGIApp, store: Store, parts: Parts | None = None) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -39,11 +40,11 @@ class Parts:
         self._orders += 1
         self.store.set(f"fetch/{self._orders}", source)
         yield
-        keys = [f"fetched/{self._orders}/{node}" for node in range(1, self.nodes)]
-        self.store.wait(keys, _FOREVER)
-        for answer in (self.store.get(key).decode() for key in keys):
-            if answer != FETCHED:
-                raise Unavailable(answer.removeprefix(AWAY)) if answer.startswith(AWAY) else UserError(answer)
+        for node in range(1, self.nodes):
+            self.store.wait([key := f"fetched/{self._orders}/{node}"], _FOREVER)
+            if (answer := self.store.get(key).decode()) != FETCHED:
+                kind = Unavailable if answer.startswith(AWAY) else UserError
+                raise kind(f"machine {node} of this server: {answer.removeprefix(AWAY)}")
 
     def follow(self, node: int, fetch: Callable[[str], object]) -> None:
         """On part number `node`: fetch what the first one names, as long as that runs."""
@@ -77,3 +78,26 @@ def meet(settings: Any) -> Parts:
     )
     follow.start()
     return parts
+
+
+def load_from_store(updater: Any, first_machine: bool) -> None:
+    """Make the class `updater` find weights that an order names by their URL in the store (`FromStore`).
+
+    Only the first scheduler of a server answers orders. So a failure on another machine ends the process, and with it
+    the server: it would go on with two versions of the weights.
+    """
+    update = updater.update_weights_from_disk
+
+    @wraps(update)
+    def loaded(self: Any, order: Any) -> Any:
+        """`update_weights_from_disk` with the folder for a URL."""
+        if "://" not in order.model_path:
+            return update(self, order)
+        with weights_folder(open_store(), order.model_path) as folder:
+            order.model_path = str(folder)
+            output = update(self, order)
+        if not (output.success or first_machine):
+            raise RuntimeError(output.message)
+        return output
+
+    updater.update_weights_from_disk = loaded

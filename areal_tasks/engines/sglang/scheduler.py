@@ -1,7 +1,7 @@
 """What arealflow changes in the process that runs the model of an SGLang server.
 
-It records the weights that sample tokens (`token_weights`), begins samples in batches, scores given tokens first, and
-loads weights of the store from a folder of its own machine.
+It records the weights that sample tokens (`token_weights`), begins samples in batches, and scores given tokens first.
+In a server over several machines it loads weights of the store from a folder of its own machine (`parts`).
 
 With η > 0 samples wait in SGLang's queue. When one ends, the next could begin, but its prefill interrupts the decoding
 of all others. So samples begin in batches: when a tenth of the slots is free (`command.BATCHED_STARTS`). SGLang 0.5.17
@@ -15,9 +15,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any, Final
 
-from areal_tasks.engines.fetching import weights_folder
 from areal_tasks.engines.sglang.token_weights import note_weights
-from areal_tasks.store.backend import open_store
 
 SHARE: Final = 10  # a batch begins when one in so many slots is free
 
@@ -31,33 +29,14 @@ def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
     )
     from sglang.srt.managers.tp_worker import TpModelWorker  # type: ignore[import-not-found,unused-ignore]
 
-    load_from_store(SchedulerWeightUpdaterManager, first_machine=settings.node_rank == 0)
+    if settings.nnodes > 1:
+        from areal_tasks.engines.sglang.parts import load_from_store
+
+        load_from_store(SchedulerWeightUpdaterManager, first_machine=settings.node_rank == 0)
     note_weights(TpModelWorker, SchedulerWeightUpdaterManager, int(settings.weight_version), torch.cuda.synchronize)
     begin_in_batches(scheduler)
     score_first(scheduler.Scheduler)
     scheduler.run_scheduler_process(settings, *arguments, **named)
-
-
-def load_from_store(updater: Any, first_machine: bool) -> None:
-    """Make the class `updater` find weights that an order names by their URL in the store (`FromStore`).
-
-    Only the first scheduler of a server answers orders. So a failure on another machine ends the process, and with it
-    the server: it would go on with two versions of the weights.
-    """
-    update = updater.update_weights_from_disk
-
-    @wraps(update)
-    def loaded(self: Any, order: Any) -> Any:
-        if "://" not in order.model_path:
-            return update(self, order)
-        with weights_folder(open_store(), order.model_path) as folder:
-            order.model_path = str(folder)
-            output = update(self, order)
-        if not (output.success or first_machine):
-            raise RuntimeError(output.message)
-        return output
-
-    updater.update_weights_from_disk = loaded
 
 
 def begin_in_batches(scheduler: Any) -> None:
