@@ -32,7 +32,7 @@ def code_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
 def _digest_of(package: str) -> str:
     if (spec := find_spec(package)) is None:
         return ""
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    folders = [*dict.fromkeys(map(Path, spec.submodule_search_locations or ()))]  # once, though found by two paths
     found = ((folder, path) for folder in folders for path in sorted(folder.rglob("*.py")))
     files = [(path, path.relative_to(folder)) for folder, path in found if path.is_file()]  # no editor's lock, a link
     if not folders and spec.origin is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
+from areal_tasks.engines.service import server_of
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import KEPT
 from areal_tasks.engines.workers import Backlog
@@ -185,7 +186,8 @@ class Sampler:
         for workers in self.engines.servers.all_workers:
             if name in workers.names:
                 return worker_state(replace(flow, backlog=workers.backlog()), url)
-        return server_state(flow, url)
+        first = self.engines.supervisor.services.get(server_of(name))  # of a server's services it alone answers
+        return server_state(flow, first.url if first else url)
 
     def sample(self) -> list[Row]:
         """A row per service, for the time since the last sample."""

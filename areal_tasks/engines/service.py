@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 SPEC: Final = "AREAL_SERVICE_SPEC"
 TOKEN: Final = "AREAL_SERVICE_TOKEN"
 KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: longer than clients do
+FIND_SECONDS: Final = 0.2  # between two polls for a record
 UNAVAILABLE: Final = 75  # EX_TEMPFAIL: exit code of a service that cannot start because store or cluster do not answer
 
 
@@ -63,7 +65,7 @@ class ServiceSpec(Record):
     recipe: dict[str, Any]
     weights: WeightsRef | None = None
     folder: ModelFolder | None = None  # what a server starts on, as version 0, while the store has no weights
-    node: int = 0  # the number of its machine, of a trainer on several
+    node: int = 0  # the number of its machine, of a trainer or a server on several
     gpus: tuple[str, ...] = ()  # the GPUs it may use, as in CUDA_VISIBLE_DEVICES; empty: none is assigned
     sending: tuple[int, ...] = ()  # the trainer's ranks whose weights servers read on their GPUs
     gpu_users: int = 1  # services that share its most crowded GPU, itself included
@@ -217,6 +219,30 @@ def register(spec: ServiceSpec, url: str) -> None:
         started=datetime.now(UTC).isoformat(),
     )
     open_store(spec.store_url).create(service_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
+
+
+def part_name(server: str, node: int) -> str:
+    """The name of a server's service on its machine number `node`: on the first that of the server."""
+    return f"{server}.{node}" if node else server
+
+
+def server_of(part: str) -> str:
+    """The server to which a service of this name belongs."""
+    return part.partition(".")[0]
+
+
+def await_meeting(spec: ServiceSpec, name: str) -> tuple[str, int]:
+    """Host and port that another service of this start has registered as `name`. The supervisor limits the time."""
+    records, meeting = open_store(spec.store_url), spec.model_copy(update={"name": name})
+    while (url := registered(records, meeting)) is None:
+        time.sleep(FIND_SECONDS)
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def register_meeting(spec: ServiceSpec, name: str, host: str, port: int) -> None:
+    """Register as `name` where the services of one start meet, for `await_meeting`."""
+    register(spec.model_copy(update={"name": name}), f"tcp://{url_host(host)}:{port}")
 
 
 def registered(store: Store, spec: ServiceSpec) -> str | None:

@@ -17,7 +17,7 @@ from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
 from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
-from areal_tasks.engines.service import ModelFolder, ServiceSpec, spec_of
+from areal_tasks.engines.service import ModelFolder, ServiceSpec, part_name, spec_of
 from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, startable_folder, trainer_names
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
@@ -184,12 +184,15 @@ class Engines:
     def _start_servers(self, start: Callable[..., None], **starts_on: WeightsRef | ModelFolder | None) -> None:
         """Start the servers that do not run; `start` is the supervisor's method `start` or `join`."""
         recipe, placement = self.recipe, self.servers.placement
-        for i, name in enumerate(self.servers.names):
+        for i, server in enumerate(self.servers.names):
             assert not isinstance(recipe, SftRecipe), "there are servers"
-            if name not in self.supervisor.services:
-                gpus = placement.servers[i] if placement.servers else ()
-                spec = spec_of(self.run, recipe, name, gpus=gpus, gpu_users=placement.users(i), **starts_on)
-                start(MODULES[recipe.inference.engine], spec, recipe.inference.threads, server_needs(recipe))
+            if server in self.supervisor.services:
+                continue
+            placed: dict[str, Any] = {"gpu_users": placement.users(i), **starts_on}
+            for node, gpus in enumerate(placement.parts(i)):
+                spec = spec_of(self.run, recipe, part_name(server, node), node=node, gpus=gpus, **placed)
+                settings, needs = recipe.inference, server_needs(recipe)
+                start(MODULES[settings.engine], spec, settings.threads, needs, group=server)
 
     def _worker(self, name: str) -> tuple[str, ServiceSpec, int, Resources]:
         """The arguments with which the supervisor starts a rollout worker."""

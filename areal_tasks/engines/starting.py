@@ -69,7 +69,7 @@ def ready(
     """The addresses of these services, once they have started; one that has ended is restarted, on `weights`."""
 
     def starting() -> dict[str, Heartbeat]:
-        services = [service for name in names if not (service := supervisor.services[name]).url]
+        services = [service for name in names for service in supervisor.members(name) if not service.url]
         found = [(s.spec.name, s.handle.waiting(), f"see {s.job.log}") for s in services]
         return {name: Heartbeat(None, why or log, NO_MACHINE if why else "") for name, why, log in found}
 

@@ -61,8 +61,7 @@ class ResidentTrainer:
     def replace(self, names: Sequence[str], start: Callable[[], None]) -> None:
         """Stop the services, which nothing uses now, and `start` others. They are restored when they are next used."""
         with self._lock:
-            for name in self.names:
-                self.supervisor.retire(name)
+            self.supervisor.retire(self.names[0])
             self.names = names
             start()
 

@@ -10,9 +10,10 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
+from areal_tasks.engines.service import part_name
 from schemas.errors import UserError
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 
@@ -25,6 +26,13 @@ class Placement:
 
     trainer: tuple[str, ...] = ()
     servers: tuple[tuple[str, ...], ...] = ()
+    nodes: int = 1  # services over which the GPUs of each server are split
+
+    def parts(self, server: int) -> list[tuple[str, ...]]:
+        """The GPUs of each service of a server."""
+        gpus = self.servers[server] if self.servers else ()
+        width = len(gpus) // self.nodes
+        return [gpus[node * width : (node + 1) * width] for node in range(self.nodes)]
 
     def shared(self, server: int) -> bool:
         """Whether the server has a GPU in common with the trainer."""
@@ -87,6 +95,7 @@ def place_recipe(recipe: Recipe, visible: Sequence[str], external: bool = False)
         return place(visible, ranks, chosen)
     asked = recipe.inference
     found = place(visible, ranks, chosen, asked.servers, asked.tensor_parallel, asked.gpus)
+    found = replace(found, nodes=asked.nodes)
     if asked.release_memory and visible and not any(map(found.shared, range(asked.servers))):
         raise UserError(
             "inference.release_memory: has no effect here, since servers and trainer have GPUs of their own "
@@ -138,7 +147,8 @@ def check_joins(before: Placement, after: Placement) -> None:
 def assigned(placement: Placement) -> dict[str, str]:
     """The GPUs of each service that has any: `{"trainer": "0+1", "inference-0": "2"}`."""
     services = {"trainer": placement.trainer}
-    services |= {f"inference-{i}": gpus for i, gpus in enumerate(placement.servers)}
+    for i in range(len(placement.servers)):
+        services |= {part_name(f"inference-{i}", node): gpus for node, gpus in enumerate(placement.parts(i))}
     return {name: "+".join(gpus) for name, gpus in services.items() if gpus}
 
 

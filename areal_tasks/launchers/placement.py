@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from areal_tasks.engines.service import part_name
 from areal_tasks.engines.starting import evaluator_names, trainer_names, worker_names
 from areal_tasks.launchers.cluster import Machine, Resources
 from schemas.recipe.launcher import Needs
@@ -22,7 +23,8 @@ def service_needs(recipe: Recipe, external: bool) -> dict[str, Resources]:
         found |= dict.fromkeys(trainer_names(recipe), trainer_needs(recipe))
     found |= dict.fromkeys(worker_names(recipe), worker_needs(recipe))
     if not isinstance(recipe, SftRecipe) and not external:
-        found |= {f"inference-{i}": server_needs(recipe) for i in range(recipe.inference.servers)}
+        nodes, needs = range(recipe.inference.nodes), server_needs(recipe)
+        found |= {part_name(f"inference-{i}", n): needs for i in range(recipe.inference.servers) for n in nodes}
     return found | dict.fromkeys(evaluator_names(recipe), worker_needs(recipe))
 
 
@@ -33,9 +35,10 @@ def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
 
 
 def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
-    """The needs of a server: a GPU for each part of the model; none for the embedded server."""
-    on_cpus = recipe.inference.engine == "embedded"
-    return _needs(recipe.launcher.resources.inference, 0 if on_cpus else recipe.inference.tensor_parallel)
+    """The needs of a server on each of its machines: a GPU per part of the model there; none if it is embedded."""
+    asked = recipe.inference
+    gpus = 0 if asked.engine == "embedded" else asked.tensor_parallel // asked.nodes
+    return _needs(recipe.launcher.resources.inference, gpus)
 
 
 def worker_needs(recipe: Recipe) -> Resources:
@@ -51,7 +54,7 @@ KINDS: Final = {"gpus": "GPUs", "cpus": "CPUs", "memory_mb": "MB of memory"}
 #: The remedy if a service needs more GPUs than a machine has.
 FEWER_GPUS: Final = {
     "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
-    "inference": "lower inference.tensor_parallel, or set launcher.resources.inference.gpus",
+    "inference": "lower inference.tensor_parallel, raise inference.nodes, or set launcher.resources.inference.gpus",
 }
 
 State = Literal["fits", "waits", "refused"]

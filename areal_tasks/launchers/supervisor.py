@@ -142,16 +142,18 @@ class Supervisor:
     join = partialmethod(start, joins=True)
 
     def retire(self, name: str) -> None:
-        """Stop a service for good. Another of its name may join later."""
+        """Stop a service, and its group, for good. Others of these names may join later."""
         with self._lock:
-            service = self.services.pop(name)
-            self._unused = max(self._unused, service.spec.restart + 1)
-        service.handle.stop()
+            members = self.members(name)
+            for one in members:
+                del self.services[one.spec.name]
+                self._unused = max(self._unused, one.spec.restart + 1)
+        parallel(lambda one: one.handle.stop(), members, len(members))
 
     def began_on(self, name: str, weights: WeightsRef | None) -> None:
-        """Record the weights, now in the store, that a service was started on before they were there."""
-        service = self.services[name]
-        service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
+        """Record the weights, now in the store, that a service and its group began on before they were there."""
+        for service in self.members(name):
+            service.job = replace(service.job, spec=service.spec.model_copy(update={"weights": weights}))
 
     def wait(self, names: Sequence[str], weights: WeightsRef | None = None) -> list[str]:
         """The addresses of the ready services, once each is ready or given up. Otherwise as `poll`."""
@@ -164,7 +166,7 @@ class Supervisor:
     def poll(
         self, names: Collection[str], weights: WeightsRef | None = None, explained: Explained = lambda: ()
     ) -> list[Ready]:
-        """The services that are ready. One that has ended is restarted after a pause. Does not wait.
+        """The services that are ready. One of their groups that has ended is restarted after a pause. Does not wait.
 
         Servers are restarted on `weights`, if given. A service that has failed too often is given up, which is logged;
         an end that is `explained` does not count as a failure.
@@ -182,11 +184,18 @@ class Supervisor:
                     service.handle = starting.started()
                     service.reason = service.reason or starting.why
             self._end_groups()
-            found = [self._poll_one(self.services[name], weights, explained) for name in names]
+            wanted, groups = {*names}, {self.services[name].group for name in names} - {""}
+            asked = {n: one for n, one in self.services.items() if n in wanted or one.group in groups}
+            polled = {name: self._poll_one(one, weights, explained) for name, one in asked.items()}
+            found = [polled[name] for name in names]
         failures = [one for one in found if isinstance(one, UserError)]
         if failures and len(failures) == len(names):
             raise failures[0]
         return [one for one in found if isinstance(one, Ready)]
+
+    def members(self, name: str) -> list[Service]:
+        """The services of this service's group, itself included."""
+        return self._members(self.services[name])
 
     def ended(self, names: Collection[str]) -> frozenset[tuple[str, int]]:
         """(name, number of the start) of the services that have ended and that `poll` will restart."""

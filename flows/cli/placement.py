@@ -27,7 +27,7 @@ from schemas.manifest import NodeRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe
 
 #: A record of a service's start: its name, and the number of the start.
-_RECORD: Final = re.compile(r"(trainer|(?:trainer|inference|rollout)-\d+)-(\d+)\.json")
+_RECORD: Final = re.compile(r"(trainer|(?:trainer|inference|rollout)-\d+(?:\.\d+)?)-(\d+)\.json")
 
 
 def plan_placement(recipe: Recipe, as_json: bool) -> None:

@@ -246,7 +246,7 @@ RESERVED_FLAGS: Final = {
     **dict.fromkeys(("host", "weight-version", "skip-server-warmup", "config", "base-gpu-id", "gpu-id-step"), SERVICE),
     **dict.fromkeys(("api-key", "admin-api-key", "tokenizer-worker-num", "grpc-mode", "smg-grpc-mode"), ONE_PROCESS),
     **dict.fromkeys(("grpc-port", "use-ray", "encoder-only"), ONE_PROCESS),
-    **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"), "a server is on one machine"),
+    **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"), "inference.nodes"),
     **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "inference.servers"),
     **dict.fromkeys(("pp-size", "pipeline-parallel-size"), "inference.tensor_parallel"),
     **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-keyfile-password"), SERVICE),
@@ -281,8 +281,18 @@ def check_flags(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
 
 
 def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
-    """Each server has its GPUs, a port and a process."""
+    """Each server has its GPUs, a port and a process; its GPUs can be split over machines that trust each other."""
     gpus, width, servers = r.inference.gpus, r.inference.tensor_parallel, r.inference.servers
+    if width % r.inference.nodes:
+        yield (
+            f"inference.nodes: the {width} GPUs of inference.tensor_parallel cannot be split evenly over "
+            f"{r.inference.nodes} machines"
+        )
+    elif r.inference.nodes > 1 and r.launcher.network and not r.inference.trust_network:
+        yield (
+            "inference.nodes: between the machines of a server SGLang encrypts nothing, prompts included, and runs "
+            "what anyone sends who reaches its ports; set inference.trust_network=true if launcher.network is safe"
+        )
     if gpus and len(gpus) != servers * width:
         yield (
             f"inference.gpus: names {len(gpus)}, but {servers} servers of {width} "

@@ -52,7 +52,9 @@ def has_splits(recipe: Any) -> bool:
     return source_kind(recipe.data.source) != "file" or SPLIT in recipe.data.source
 
 
-SGLANG_ALONE: Final = "tensor_parallel gpus memory_fraction first_port release_memory transport prove_weights flags"
+SGLANG_ALONE: Final = (
+    "tensor_parallel nodes gpus memory_fraction first_port release_memory transport prove_weights flags"
+)
 TIS: Final = "tis_bound tis_cap tis_low tis_high tis_level"
 NO_EFFECT: Final = (
     NoEffect(

@@ -50,6 +50,15 @@ def test_placement(visible: str, arguments: dict[str, Any], trainer: str, server
     assert place(tuple(visible), **arguments) == Placement(tuple(trainer), tuple(map(tuple, servers)))
 
 
+def test_the_gpus_of_a_server_are_split_over_its_parts() -> None:
+    split = ["inference.tensor_parallel=2", "inference.servers=2", "inference.nodes=2"]
+    found = place_recipe(load_recipe("gsm8k", split), EIGHT)
+    assert describe(found).endswith(
+        "inference-0 on GPU 1, inference-0.1 on GPU 2, inference-1 on GPU 3, inference-1.1 on GPU 4"
+    )
+    assert place_recipe(load_recipe("gsm8k", split), ()).parts(1) == [(), ()]
+
+
 @pytest.mark.parametrize(
     ("visible", "arguments", "reason"),
     [

@@ -22,6 +22,7 @@ from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
 from areal_tasks.store.backend import Unavailable, open_store
 from areal_tasks.store.parallel import in_background
+from schemas.manifest import WeightsRef
 from schemas.recipe.launcher import Launcher
 
 NAMES = ("trainer", "trainer-1")
@@ -188,3 +189,19 @@ def test_a_member_that_fails_too_often_ends_the_run(group: tuple[Supervisor, Scr
     with pytest.raises(ServiceFailed):
         for _ in range(50):
             supervisor.poll(NAMES)
+
+
+def test_who_knows_the_first_of_a_group_knows_all(group: tuple[Supervisor, Scripted]) -> None:
+    """As those who use a server over several machines do."""
+    supervisor, _ = group
+    start(supervisor)
+    [url] = supervisor.wait(NAMES[:1])
+    supervisor.services["trainer-1"].handle.code = 1  # type: ignore[attr-defined]
+    while restarts(supervisor) != {1}:
+        supervisor.poll(NAMES[:1])
+    assert supervisor.wait(NAMES[:1]) == [url.replace("/0", "/1")]
+    weights = WeightsRef(version=3, attempt="", path="", sha256="", digest="")
+    supervisor.began_on(NAMES[0], weights)
+    assert all(supervisor.services[name].spec.weights == weights for name in NAMES)
+    supervisor.retire(NAMES[0])
+    assert not supervisor.services

@@ -16,7 +16,7 @@ from stage_driver import store_in, tiny
 
 from areal_tasks.launchers import slurm_nodes
 from areal_tasks.launchers.cluster import Machine, Resources
-from areal_tasks.launchers.placement import KINDS, propose
+from areal_tasks.launchers.placement import KINDS, propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.runs import Run, open_run
@@ -95,6 +95,20 @@ def test_the_reasons() -> None:
         ("refused", "no node has 9 CPUs; the largest has 8 CPUs: lower launcher.resources.rollout.cpus")
     ]
     assert why(eight)[0][1].startswith("the cluster has no node that may run it")
+
+
+def test_a_server_over_machines_needs_its_gpus_on_each() -> None:
+    split = ["inference.tensor_parallel=4", "inference.nodes=2", "inference.servers=2"]
+    needs = service_needs(load_recipe("gsm8k", split), external=False)
+    servers = {name: asked.gpus for name, asked in needs.items() if name.startswith("inference")}
+    assert servers == dict.fromkeys(("inference-0", "inference-0.1", "inference-1", "inference-1.1"), 2)
+    assert why({"inference-0.1": Resources(1, 2)}, node("n1", 1, 1)) == [
+        (
+            "refused",
+            "no node has 2 GPUs; the largest has 1 GPU: lower inference.tensor_parallel, raise inference.nodes, or set "
+            "launcher.resources.inference.gpus",
+        )
+    ]
 
 
 def test_a_service_that_waits_for_another_of_its_run_would_wait_for_ever() -> None:
@@ -242,7 +256,9 @@ def service(run: Run, name: str, restart: int) -> None:
 def test_a_run_that_is_under_way(run: Run) -> None:
     for restart in (0, 11, 2):
         service(run, "trainer", restart)
-    service(run, "trainer-meeting", 0)
+    for name in ("trainer-meeting", "inference-0-meeting"):
+        service(run, name, 0)
+    service(run, "inference-0.1", 3)
     node_record = NodeRecord(url="https://x", host="n2", pid=1, certificate="", software={})
     run.store.create(paths.node("r", run.owner, "inference-0", 0), node_record.encode())
     append_log(run.store, "r", "placed", {"owner": run.owner, "trainer": "0+1"})
@@ -251,6 +267,7 @@ def test_a_run_that_is_under_way(run: Run) -> None:
     rows = placement.running_rows(run, placement.next_recipe(run, []), run.owner)
     assert [tuple(row.values()) for row in rows] == [
         ("inference-0", "starts", "n2", "", 0, ""),
+        ("inference-0.1", "runs", "n1", "", 3, ""),
         ("rollout-0", "waits", "", "", 0, ""),
         ("rollout-1", "waits", "", "", 0, "Resources"),
         ("rollout-evaluation", "waits", "", "", 0, ""),

@@ -295,6 +295,8 @@ def test_what_is_no_file_counts_for_no_code(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "judges" / ".#one.py").symlink_to("me@here.4711")
     (tmp_path / "judges" / "folder.py").mkdir()
     assert code_digests(recipe) == before
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    assert code_digests(recipe) == before, "a package without __init__.py, found twice, as from its own folder"
 
 
 def test_leases_are_renewed_while_a_users_code_is_read(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ COMPANIONS: dict[str, tuple[str, ...]] = {
     "trainer.weights_every": ("{sglang}",),
     "inference.engine": ("{sglang}",),
     "inference.tensor_parallel": ("{sglang}",),
+    "inference.nodes": ("{sglang}; inference.tensor_parallel=64",),
     "inference.memory_fraction": ("{sglang}",),
     "inference.first_port": ("{sglang}",),
     "inference.release_memory": ("{sglang}",),

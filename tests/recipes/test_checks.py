@@ -157,6 +157,12 @@ REFUSED = [
             ("inference.flags={ssl-keyfile: k}", "a recipe cannot set ssl-keyfile; leave it out, since the service"),
             ("inference.flags={--log-level: info}", "write log-level without the dashes"),
             ("inference.flags={disable-radix-cache: false}", "disable-radix-cache: false has no effect; leave it"),
+            ("inference.flags={nnodes: 2}", "a recipe cannot set nnodes; set inference.nodes instead"),
+            ("inference.nodes=3", "the 2 GPUs of inference.tensor_parallel cannot be split evenly over 3 machines"),
+            (
+                "inference.nodes=2 & launcher={type: slurm, network: 10.0.0.0/24}",
+                r"encrypts nothing, prompts included.*set inference\.trust_network=true if launcher\.network is safe",
+            ),
             ("inference.gpus=[0]", "names 1, but 2 servers of 2 GPUs each need 4"),
             ("inference.gpus=[0,0,1,2]", "one server's GPUs must differ"),
             ("trainer.gpus=[0,1]", "names 2 GPUs for 1 ranks"),

@@ -58,6 +58,17 @@ def test_on_a_network_it_listens_at_one_address_with_tls() -> None:
     assert "--ssl-keyfile /tls/key.pem --ssl-certfile /tls/certificate.pem" in found
 
 
+def test_the_parts_of_a_server_meet_at_one_address() -> None:
+    part = spec("inference-0.1", tensor_parallel=4, nodes=2).model_copy(update={"node": 1})
+    found = " ".join(arguments(part, Path("/w"), 1, "10.0.0.5:4000"))
+    assert "--tp-size 4 " in found and "--disable-custom-all-reduce" in found
+    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.5:4000" in found
+    assert f"--random-seed {random_seed(spec())} " in found, "that of the first part"
+    own = environment({}, Path("/own"), meeting="10.0.0.5:4000")
+    assert own["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "tcp://10.0.0.5:4000"
+    assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True", "else the first rank would serve another store there"
+
+
 @pytest.mark.parametrize(
     ("settings", "users", "expected"),
     [

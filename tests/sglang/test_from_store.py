@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,27 @@ def test_weights_of_the_store_are_loaded_from_a_folder(app: FromStore, s3_store:
             assert answer["read"] == f"{tmp_path.name} {ref.version}"
             assert answer["order"] == order | {"model_path": answer["order"]["model_path"]}
     assert len(list((tmp_path / "memory").iterdir())) == 2, "the last, and those before"
+
+
+def test_parts_on_other_machines_fetch_too_and_find_the_folder_themselves(
+    app: FromStore, s3_store: Store, tmp_path: Path
+) -> None:
+    away = [Unavailable("the store is away there")]
+
+    class Others:
+        @contextmanager
+        def fetching(self, source: str) -> Iterator[None]:
+            yield
+            if away:
+                raise away.pop()
+
+    app.parts = Others()  # type: ignore[assignment]
+    ref = put(s3_store, tmp_path, 0)
+    order = {"model_path": s3_store.uri(ref.path)}
+    assert ask(app, FETCH, order).status_code == 503, "the flow tries again"
+    assert ask(app, FETCH, order).json() == {"success": True}
+    assert app._folder(order["model_path"]) == order["model_path"], "the order to load names what all of them have"
+    assert app._folder(str(tmp_path)) == str(tmp_path)
 
 
 def test_folders_are_passed_on(app: FromStore, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from waiting import LIMIT
 
 from areal_tasks.engines import session
 from areal_tasks.engines.handover import choose_transport, sending_ranks
-from areal_tasks.engines.service import ServiceSpec
+from areal_tasks.engines.service import ServiceSpec, server_of
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerClient
@@ -96,6 +96,7 @@ PLACEMENTS = [
     ("0,1", "trainer.ranks=2 inference.servers=2 inference.gpus=[0,1]", "tensor"),
     ("0,1,2,3", "trainer.ranks=2 inference.servers=2", "nccl"),
     ("0,1,2,3", "trainer.ranks=2 inference.tensor_parallel=2", "nccl"),
+    ("0,1,2,3", "trainer.ranks=2 inference.tensor_parallel=2 inference.nodes=2", "nccl"),
     ("0,1,2,3,4,5,6,7", "trainer.ranks=4 inference.servers=4", "nccl"),
     ("0,1", "inference.tensor_parallel=2", "store"),
 ]
@@ -111,7 +112,12 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
     run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         specs: dict[str, ServiceSpec] = {}
-        monkeypatch.setattr(engines.supervisor, "start", lambda _, spec, *__, **___: specs.update({spec.name: spec}))
+        groups: dict[str, str] = {}
+
+        def start(_: str, spec: ServiceSpec, *__: Any, group: str = "") -> None:
+            specs[spec.name], groups[spec.name] = spec, group
+
+        monkeypatch.setattr(engines.supervisor, "start", start)
         nothing = WeightsRef(version=0, attempt="", path="", sha256="", digest="")
         engines.begin()
         engines.start(nothing, nothing, nothing)
@@ -120,6 +126,13 @@ def test_each_placement_that_the_guide_names_has_a_way_for_every_version(
         shared = {trainer.gpus[rank] for rank in trainer.sending}
         servers = {gpu for name, spec in specs.items() if name.startswith("inference") for gpu in spec.gpus}
         assert shared == (servers if transport == "tensor" else set())
+        names = [name for name in specs if name.startswith("inference")]
+        assert [specs[name].node for name in names] == [*range(recipe.inference.nodes)] * recipe.inference.servers
+        assert all(groups[name] == server_of(name) for name in names), "a server's services end and start together"
+        assert {len(specs[name].gpus) * recipe.inference.nodes for name in names} == {recipe.inference.tensor_parallel}
+        if transport != "store":
+            [receiver] = engines.servers._send_command(1, ["http://server"], []).receivers
+            assert receiver.ranks == recipe.inference.tensor_parallel, "all ranks of a server join the group"
 
 
 class Stopped(Exception):

@@ -168,8 +168,8 @@ def test_a_service_has_no_time_to_start_in_before_a_machine_runs_it() -> None:
 
     handle = SimpleNamespace(waiting=lambda: waiting[0])
     spec, job = SimpleNamespace(name="a"), SimpleNamespace(log="its log")
-    services: Any = {"a": SimpleNamespace(handle=handle, url="", spec=spec, job=job)}
-    supervisor: Any = SimpleNamespace(services=services, wait=wait)
+    group = [SimpleNamespace(handle=handle, url="", spec=spec, job=job)]
+    supervisor: Any = SimpleNamespace(members=lambda _: group, wait=wait)
     starting.ready(supervisor, watchdog, ["a"])
     assert limits == [starting.NO_MACHINE, "launcher.startup_seconds"]
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.fetching import local_weights, remove_unused
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.models import file_states, link_wanted
-from areal_tasks.engines.ports import hold_port
+from areal_tasks.engines.ports import HOST, hold_port, url_host
 from areal_tasks.engines.sglang.child import GUARD
 from areal_tasks.engines.sglang.command import arguments, environment
 from areal_tasks.engines.tls import AUTHORITY
@@ -65,13 +65,17 @@ def end_sglang() -> None:
 
 def run(spec: service.ServiceSpec, token: str) -> int:
     """Serve until SGLang ends; returns an exit code of failure, since it is never meant to end by itself."""
-    first_port = Inference.model_validate(spec.recipe["inference"]).first_port
-    with choose_port(first_port, spec.name, spec.address) as held:  # SGLang listens only once it has loaded its model
-        port = held.getsockname()[1]
-        url = service.url_at(spec, port)
-        access = Access(token, (Path(spec.tls) / AUTHORITY).read_text() if spec.tls else "")
+    settings = Inference.model_validate(spec.recipe["inference"])
+    # on machines after the first SGLang only says whether it is healthy
+    own = spec.model_copy(update={"address": HOST, "tls": ""}) if spec.node else spec
+    first_port = 0 if spec.node else settings.first_port
+    with meeting_point(spec, settings.nodes) as meeting, choose_port(first_port, spec.name, own.address) as held:
+        port = held.getsockname()[1]  # SGLang listens only once it has loaded its model
+        url = service.url_at(own, port)
+        access = Access(token, (Path(own.tls) / AUTHORITY).read_text() if own.tls else "")
         with first_weights(spec) as folder:
-            child, ready = start_within_attempts(spec, arguments(spec, folder, port), url, access)
+            command = arguments(own, folder, port, meeting)
+            child, ready = start_within_attempts(spec, command, url, access, meeting)
         if ready:
             service.register(spec, url)
         code = child.wait()
@@ -80,12 +84,12 @@ def run(spec: service.ServiceSpec, token: str) -> int:
 
 
 def start_within_attempts(
-    spec: service.ServiceSpec, command: Sequence[str], url: str, access: Access
+    spec: service.ServiceSpec, command: Sequence[str], url: str, access: Access, meeting: str = ""
 ) -> tuple[subprocess.Popen[bytes], bool]:
     """Start SGLang. Returns its process and whether it is ready, once it is or has ended before that.
 
     SGLang measures free memory twice and counts the difference as its own. If it ended and other processes took memory
-    meanwhile, such as another run's trainer that starts, it is restarted.
+    meanwhile, such as another run's trainer that starts, it is restarted; parts that meet are so by the supervisor.
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
@@ -93,17 +97,33 @@ def start_within_attempts(
         own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}  # it ends with this process
         child = subprocess.Popen(
             [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-            env=environment(os.environ, private, spec.address) | own,
+            env=environment(os.environ, private, spec.address, meeting) | own,
             stdin=subprocess.DEVNULL,
         )
         if ready := wait_until_ready(child, url, access):
             break
         end_descendants()  # its remaining processes hold memory
         taken = memory_used(spec.gpus) - used
-        if taken < TAKEN_BYTES or attempt + 1 == ATTEMPTS:
+        if meeting or taken < TAKEN_BYTES or attempt + 1 == ATTEMPTS:
             break
         log.warning("SGLang ended during startup while other processes took %.1f GB; restarting it", taken / 1e9)
     return child, ready
+
+
+@contextmanager
+def meeting_point(spec: service.ServiceSpec, nodes: int) -> Iterator[str]:
+    """Where the parts of a server over several machines meet, `host:port`; empty if it is on one.
+
+    The first part registers the address and holds the port, inside this context, until its child listens there.
+    """
+    name = f"{service.server_of(spec.name)}-meeting"
+    with ExitStack() as stack:
+        if nodes > 1 and spec.node == 0:
+            at = stack.enter_context(hold_port(0, spec.address)).getsockname()[:2]
+            service.register_meeting(spec, name, *at)
+        elif nodes > 1:
+            at = service.await_meeting(spec, name)
+        yield f"{url_host(at[0])}:{at[1]}" if nodes > 1 else ""
 
 
 def choose_port(first: int, name: str, address: str) -> socket.socket:

@@ -24,7 +24,7 @@ def main() -> None:
     """Start SGLang's server with the flags of the command line, behind the token of the environment."""
     from areal_tasks.processes import die_with_parent
 
-    if GUARD in os.environ:
+    if supervised := GUARD in os.environ:
         die_with_parent(int(os.environ.pop(GUARD)))
     from areal_tasks.engines.service import BearerAuth
     from areal_tasks.engines.sglang.from_store import FromStore
@@ -36,20 +36,24 @@ def main() -> None:
 
     load_plugins()
     settings = prepare_server_args(sys.argv[1:])
-    from sglang.srt.entrypoints.http_server import app, launch_server  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.entrypoints import http_server  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.managers.tokenizer_manager import (  # type: ignore[import-not-found,unused-ignore]
         TokenizerManager,
     )
 
+    from areal_tasks.engines.sglang.parts import meet
     from areal_tasks.engines.sglang.scheduler import run_scheduler
     from areal_tasks.engines.sglang.token_weights import report_weights
 
     refuse_unknown_tokens(TokenizerManager)
     report_weights(TokenizerManager)
     abort_quickly(TokenizerManager)
-    app.add_middleware(FromStore, store=open_store())
-    app.add_middleware(BearerAuth, token=token)
-    launch_server(settings, run_scheduler_process_func=run_scheduler)
+    parts = meet(settings) if supervised and settings.nnodes > 1 else None
+    if settings.node_rank:  # SGLang would serve this process's application once its schedulers have ended
+        http_server._setup_and_run_http_server = lambda *_, **__: sys.exit("the model's processes have ended")
+    http_server.app.add_middleware(FromStore, store=open_store(), parts=parts)
+    http_server.app.add_middleware(BearerAuth, token=token)
+    http_server.launch_server(settings, run_scheduler_process_func=run_scheduler)
 
 
 def take_token() -> str:

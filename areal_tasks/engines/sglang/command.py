@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import HOST, group_interface
-from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec
+from areal_tasks.engines.service import KEEP_ALIVE_SECONDS, SPEC, ServiceSpec, server_of
 from areal_tasks.engines.tls import CERTIFICATE, KEY
 from schemas.recipe.sections import Inference, Model
 
@@ -25,6 +25,9 @@ SET: Final = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
 }
+#: Of a server over several machines. torch's store is served by `parts`, not by the first rank, which would listen on
+#: every interface; nor do the ranks exchange objects by sockets at an address that SGLang chooses.
+PARTS: Final = {"TORCHELASTIC_USE_AGENT_STORE": "True", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
 #: Settings of the launcher that are not meant for SGLang, and switches that would undo what this service relies on.
 DROPPED: Final = (
     *(SPEC, LIFELINE, "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
@@ -33,8 +36,11 @@ DROPPED: Final = (
 )
 
 
-def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
-    """The flags of `launch_server`: the weights' folder, the address to listen on, and the recipe's settings."""
+def arguments(spec: ServiceSpec, folder: Path, port: int, meeting: str = "") -> list[str]:
+    """The flags of `launch_server`: the weights' folder, the address to listen on, and the recipe's settings.
+
+    `meeting`: where the parts of a server over several machines meet. SGLang's own all-reduce is for GPUs of one.
+    """
     settings = Inference.model_validate(spec.recipe["inference"])
     model = Model.model_validate(spec.recipe["model"])
     own: dict[str, Any] = {
@@ -48,6 +54,9 @@ def arguments(spec: ServiceSpec, folder: Path, port: int) -> list[str]:
         "weight-version": spec.weights.version if spec.weights else 0,
         "skip-server-warmup": True,  # it would ask without our bearer token; `wait_until_ready` generates too
     }
+    if meeting:
+        own |= {"nnodes": settings.nodes, "node-rank": spec.node, "dist-init-addr": meeting}
+        own |= {"disable-custom-all-reduce": True}
     if spec.tls:
         own |= {"ssl-keyfile": f"{spec.tls}/{KEY}", "ssl-certfile": f"{spec.tls}/{CERTIFICATE}"}
     if fraction := memory_fraction(settings, spec.gpu_users):
@@ -67,9 +76,12 @@ def memory_fraction(settings: Inference, users: int) -> float:
 
 
 def random_seed(spec: ServiceSpec) -> int:
-    """A distinct seed for each server and each of its starts: servers with equal seeds would sample the same tokens."""
+    """A distinct seed for each server and each of its starts: servers with equal seeds would sample the same tokens.
+
+    The parts of a server have the same.
+    """
     weights = spec.weights.version if spec.weights else 0
-    text = json.dumps([spec.recipe.get("seed", 0), spec.name, spec.owner, spec.restart, weights])
+    text = json.dumps([spec.recipe.get("seed", 0), server_of(spec.name), spec.owner, spec.restart, weights])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
@@ -87,12 +99,14 @@ def flags(values: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def environment(inherited: Mapping[str, str], private: Path, address: str = HOST) -> dict[str, str]:
+def environment(inherited: Mapping[str, str], private: Path, address: str = HOST, meeting: str = "") -> dict[str, str]:
     """The child's environment: `inherited`, without DROPPED, and with SET.
 
     Its processes find each other by a file in the folder `private`: torch's TCPStore, SGLang's default, listens on
-    every interface. Their collectives stay on the interface of `address` unless the environment names another.
+    every interface. Those of several machines do so at `meeting`. Their collectives stay on the interface of `address`
+    unless the environment names another.
     """
     kept = {name: value for name, value in inherited.items() if name not in DROPPED}
-    rendezvous = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/rendezvous"}
+    where = f"tcp://{meeting}" if meeting else f"file://{private}/rendezvous"
+    rendezvous = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": where} | (PARTS if meeting else {})
     return group_interface(address) | kept | SET | rendezvous

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -17,15 +18,22 @@ from areal_tasks.engines.fetching import Fetched, weights_folder
 from areal_tasks.store.backend import Store, Unavailable
 from schemas.errors import UserError
 
+if TYPE_CHECKING:
+    from areal_tasks.engines.sglang.parts import Parts
+
 LOAD: Final = "/update_weights_from_disk"
 
 
 class FromStore:
-    """ASGI middleware. Adds two paths: FETCH has weights fetched that are to be loaded, STORE_OF names the store."""
+    """ASGI middleware. Adds two paths: FETCH has weights fetched that are to be loaded, STORE_OF names the store.
 
-    def __init__(self, app: ASGIApp, store: Store) -> None:
+    `parts`: of a server over several machines. Each fetches them, and its schedulers look for them there.
+    """
+
+    def __init__(self, app: ASGIApp, store: Store, parts: Parts | None = None) -> None:
         self.app = app
         self.store = store
+        self.parts = parts
         self._fetched = Fetched()
         self._last = ("", "")  # the URL and the folder of the weights that were fetched last
         self._lock = threading.Lock()
@@ -53,13 +61,15 @@ class FromStore:
             await self.app(scope, _again(order, receive), send)
 
     def _folder(self, source: str) -> str:
-        """The local folder with these weights. They stay until those after the next are fetched."""
+        """The local folder with these weights, or their URL. They stay until those after the next are fetched."""
         if Path(source).is_dir():
             return source
         with self._lock:
             if source != self._last[0]:
                 self._last = ("", "")
-                self._last = (source, str(self._fetched.hold(weights_folder(self.store, source))))
+                with self.parts.fetching(source) if self.parts else nullcontext():
+                    folder = self._fetched.hold(weights_folder(self.store, source))
+                self._last = (source, source if self.parts else str(folder))
             return self._last[1]
 
 

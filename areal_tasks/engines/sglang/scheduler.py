@@ -1,6 +1,7 @@
 """What arealflow changes in the process that runs the model of an SGLang server.
 
 It records the weights that sample tokens (`token_weights`), begins samples in batches, and scores given tokens first.
+In a server over several machines it loads weights of the store from a folder of its own machine (`parts`).
 
 With η > 0 samples wait in SGLang's queue. When one ends, the next could begin, but its prefill interrupts the decoding
 of all others. So samples begin in batches: when a tenth of the slots is free (`command.BATCHED_STARTS`). SGLang 0.5.17
@@ -28,6 +29,10 @@ def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
     )
     from sglang.srt.managers.tp_worker import TpModelWorker  # type: ignore[import-not-found,unused-ignore]
 
+    if settings.nnodes > 1:
+        from areal_tasks.engines.sglang.parts import load_from_store
+
+        load_from_store(SchedulerWeightUpdaterManager, first_machine=settings.node_rank == 0)
     note_weights(TpModelWorker, SchedulerWeightUpdaterManager, int(settings.weight_version), torch.cuda.synchronize)
     begin_in_batches(scheduler)
     score_first(scheduler.Scheduler)

@@ -31,10 +31,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.ports import HOST, family, group_interface, url_host
-from areal_tasks.engines.service import TOKEN, ServiceSpec, register, registered
+from areal_tasks.engines.ports import HOST, family, group_interface
+from areal_tasks.engines.service import TOKEN, ServiceSpec, await_meeting, register_meeting
 from areal_tasks.engines.trainer.group import Group, GroupBroken
-from areal_tasks.store.backend import open_store
 from schemas.errors import UserError
 from schemas.recipe.training import Trainer
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 STARTED: Final = "AREAL_LOCAL_RANK"
 #: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
-FIND_SECONDS: Final = 0.2  # between two polls for the record of rank 0
+MEETING: Final = "trainer-meeting"  # under this name the first machine registers the group's store
 
 
 @dataclass(frozen=True)
@@ -95,18 +94,13 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
 def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     """The key-value store of the group, which rank 0 serves."""
     at = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if place.spawned else (spec.address, 0)
-    meeting = spec.model_copy(update={"name": "trainer-meeting"})  # under this name the first machine registers it
     if place.rank == 0:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register(meeting, f"tcp://{url_host(store.host)}:{store.port}")
+            register_meeting(spec, MEETING, store.host, store.port)
         return store
     if not place.spawned:
-        records = open_store(spec.store_url)
-        while (url := registered(records, meeting)) is None:  # the supervisor limits the time
-            time.sleep(FIND_SECONDS)
-        host, _, port = url.removeprefix("tcp://").rpartition(":")
-        at = host.strip("[]"), int(port)
+        at = await_meeting(spec, MEETING)
     return dist.TCPStore(*at, place.world, False, wait_for_workers=False)
 
 

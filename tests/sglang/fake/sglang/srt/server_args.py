@@ -17,12 +17,16 @@ def prepare_server_args(argv: Sequence[str]) -> argparse.Namespace:
         "api-key",
         "ssl-keyfile",
         "ssl-certfile",
+        "dist-init-addr",
     ):
         parser.add_argument(f"--{name}")
     for name in ("port", "context-length", "tp-size", "random-seed"):
         parser.add_argument(f"--{name}", type=int)
+    for name, default in (("nnodes", 1), ("node-rank", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mem-fraction-static", type=float)
     parser.add_argument("--cuda-graph-bs", type=int, nargs="+")
-    for name in ("skip-server-warmup", "enable-memory-saver", "disable-prefill-cuda-graph"):
+    flags = "skip-server-warmup enable-memory-saver disable-prefill-cuda-graph disable-custom-all-reduce"
+    for name in flags.split():
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(list(argv))

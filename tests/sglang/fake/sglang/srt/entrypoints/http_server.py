@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -49,7 +50,8 @@ async def generate(request: Request) -> JSONResponse:
 
 async def load(request: Request) -> JSONResponse:
     order = await request.json()
-    names = sorted(file.name for file in Path(order["model_path"]).iterdir())
+    folder = Path(order["model_path"])
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     app.state.settings.weight_version = order["weight_version"]
     return JSONResponse({"success": True, "message": "", "folder": order["model_path"], "files": names})
 
@@ -73,6 +75,28 @@ def take_port(host: str, port: int) -> None:
         other.listen()
 
 
+def meet(settings: argparse.Namespace) -> Any:
+    """Join the ranks of all machines, as SGLang does: by torch's rendezvous, as one rank on each machine."""
+    from torch.distributed import rendezvous
+
+    where = os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+    assert where == f"tcp://{settings.dist_init_addr}"
+    store, rank, world = next(rendezvous(where, settings.node_rank, settings.nnodes))
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{one}" for one in range(world)])
+    return store
+
+
+def serve_health(settings: argparse.Namespace) -> None:
+    """All that a machine after the first listens for; in this process, which SGLang's models live beside."""
+    bare = Starlette(routes=[Route("/health_generate", health)])
+    uvicorn.run(bare, host=settings.host, port=settings.port, log_level="warning")
+
+
+def _setup_and_run_http_server() -> None:
+    raise AssertionError("SGLang would serve without a tokenizer")
+
+
 def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Callable[..., None]) -> None:
     if settings.attention_backend == "no-memory":
         print("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", flush=True)
@@ -85,6 +109,11 @@ def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Call
     subprocess.run([sys.executable, "-c", DETACH], check=True)  # its parent ends at once
     assert run_scheduler_process_func.__module__ == "areal_tasks.engines.sglang.scheduler"
     app.state.settings = settings
+    if settings.nnodes > 1:
+        app.state.store = meet(settings)
+    if settings.node_rank:
+        serve_health(settings)
+        _setup_and_run_http_server()
     if settings.attention_backend == "port-wanted":
         take_port(settings.host, settings.port)
     Path("server.pid").write_text(str(os.getpid()))
