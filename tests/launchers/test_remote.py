@@ -11,7 +11,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,6 +24,7 @@ from processes import NETWORK
 from s3_server import BUCKET, S3Server
 from waiting import LIMIT, alive, wait_until
 
+from areal_tasks.engines import tls
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.tls import Identity, mutual_tls
 from areal_tasks.launchers import node as node_agent
@@ -91,6 +94,13 @@ def test_a_service_on_another_machine_speaks_tls_and_knows_the_token(begin: Begi
         httpx.get(f"{url}/about", headers=supervisor.access.headers, timeout=LIMIT)
     with pytest.raises(httpx.HTTPError):
         httpx.get(url.replace("https", "http"), timeout=LIMIT)
+
+
+def test_a_flow_may_be_a_day_ahead_of_its_machines(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "datetime", SimpleNamespace(now=lambda zone: datetime.now(zone) + timedelta(days=1)))
+    supervisor = begin("ready")
+    [url] = supervisor.wait(["ready"])
+    assert about(supervisor, url)["name"] == "ready"
 
 
 def test_an_agent_imports_nothing_of_the_folder_that_it_is_started_in(tmp_path: Path) -> None:
