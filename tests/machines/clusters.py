@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 from waiting import wait_until
@@ -124,8 +125,13 @@ class OnSlurm(Cluster):
         self.slurm = start_slurm(bed, NODES, cpus=CPUS, more=PREEMPTION)
         self.environment = self.slurm.environment
         self.admit_head()
+        self.add_settings(bed.s3)
+
+    def add_settings(self, values: Mapping[str, str]) -> None:
+        """To the file that each node reads."""
         for node in self.nodes:
-            node.path(KEYS).write_text("".join(f"{name}={value}\n" for name, value in bed.s3.items()))
+            with node.path(KEYS).open("a") as file:
+                file.writelines(f"{name}={value}\n" for name, value in values.items())
 
     def admit_head(self) -> None:
         self.slurm.admit(self.bed[HEAD])

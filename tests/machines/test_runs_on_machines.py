@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import pytest
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
 from areal_tasks.launchers.cluster import PREEMPTED
-from machines.bed import Machine, Process
-from machines.clusters import HEAD, Cluster, OnRay, OnSlurm
+from machines.bed import NETWORK, ROOT, Machine, Process
+from machines.clusters import CPUS, HEAD, KEYS, NODES, Cluster, OnRay, OnSlurm
 from machines.runs import (
     ASYNCHRONOUS,
     UNTRAINED,
@@ -28,6 +28,7 @@ from machines.runs import (
 )
 from machines.starter import PORT
 
+ALLOCATED: Final = str(ROOT / "deployments" / "slurm" / "flow.sbatch")
 #: Every iteration moves the weights.
 SMALL: Final = (*UNTRAINED, "reward.verifier=stage_reward:digits", "schedule.iterations=4", "evaluation.every=4")
 #: A copy of the weights on each machine, split over its two ranks; and DeepSpeed, which splits all over both machines.
@@ -140,14 +141,43 @@ def test_a_run_goes_on_after_ray_was_told_to_drain_a_node(cluster: OnRay) -> Non
 
 
 @pytest.mark.parametrize("cluster", [through_slurm], indirect=True)
-def test_a_run_goes_on_after_slurm_has_requeued_a_job(cluster: OnSlurm) -> None:
+@pytest.mark.parametrize("end", ["requeue {job}", "update jobid={job} timelimit=2"], ids=["requeued", "time limit"])
+def test_a_run_goes_on_after_slurm_has_ended_a_job(cluster: OnSlurm, end: str) -> None:
     run, service = Run(cluster, "launcher.slurm.options=[--requeue]"), "trainer"
     [job] = cluster.jobs(service)
     begin = time.monotonic()
-    cluster.slurm.run("scontrol", "requeue", job)
+    cluster.slurm.run("scontrol", *end.format(job=job).split())
     again = run.wait_for(f"service {service} starts on", begin)
-    print(f"{service} starts {again - begin:.0f} s after the job was requeued")
+    print(f"{service} starts again after {again - begin:.0f} s")
     run.finish(begin)
+
+
+@pytest.mark.parametrize("cluster", [through_slurm], indirect=True)
+def test_a_run_in_an_allocation_goes_on_after_its_time_limit(cluster: OnSlurm) -> None:
+    """By the script of the guide, which ends the flow in time and has Slurm begin the job again."""
+    own = {"PATH": cluster.nodes[0].environment["PATH"], "PYTHONPATH": str(ROOT), "AREALFLOW_HOME": "/tmp/home"}
+    cluster.add_settings(own | {"OMP_NUM_THREADS": "1"} | cluster.slurm.environment)
+    more = (f"launcher.network={NETWORK}.0/24", "schedule.iterations=100", "evaluation.every=100")
+    whole_nodes = (f"--nodes={len(NODES)}", f"--cpus-per-task={CPUS}", "--time=60", "--output=/root/printed")
+    job = cluster.slurm.run("sbatch", "--parsable", *whole_nodes, ALLOCATED, KEYS, *ASYNCHRONOUS, *more)
+
+    def printed() -> str:
+        files = [node.path("/root/printed") for node in cluster.nodes]
+        return "".join(file.read_text() for file in files if file.exists())
+
+    def ended() -> bool:
+        return "JobState=COMPLETED" in cluster.slurm.run("scontrol", "show", "job", job)
+
+    wait_until(lambda: "iteration 5 done" in printed(), "iteration 5")
+    cluster.slurm.run("scontrol", "update", f"jobid={job}", "timelimit=3")
+    begin = time.monotonic()
+    wait_until(lambda: "Restarts=1" in cluster.slurm.run("scontrol", "show", "job", job), "the job's second start")
+    cluster.slurm.run("scontrol", "update", f"jobid={job}", "timelimit=60")
+    print(f"the job is requeued after {time.monotonic() - begin:.0f} s")
+    wait_until(ended, "the end of the run", 2 * LIMIT)
+    assert check_complete(cluster) == 100
+    assert [row["owner"] for row in query(cluster, "select distinct owner from commits order by 1")] == [1, 2]
+    wait_until(lambda: not any(services(node) for node in cluster.nodes), "the end of all services")
 
 
 #: `ADDRESS:PORT …`: what a stranger gets from each, by plain HTTP and by TLS: a status, or the error.
