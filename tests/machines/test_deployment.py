@@ -83,7 +83,7 @@ def test_a_flow_run_that_was_cut_off_goes_on_in_another_worker_and_ends_there(cl
     second.wait_for(f"iteration {ITERATIONS - 1} done")
 
     def states() -> str:
-        return control.run(["prefect", "flow-run", "ls", "--limit", "5"], server).stdout
+        return control.run(["prefect", "flow-run", "ls"], server | {"COLUMNS": "200"}).stdout  # else they are cut off
 
     wait_until(lambda: "RUNNING" not in states(), "the end of the flow run")
     assert "COMPLETED" in states() and "FAILED" not in states() and "CRASHED" not in states(), states()
