@@ -76,14 +76,16 @@ class RemoteHandle:
             order = Stop(grace_seconds=grace_seconds)
             try:
                 self._launcher.loop.run(self._ask("stop", order, grace_seconds + CONNECT_SECONDS))
-            except (aiohttp.ClientError, TimeoutError, OSError):
+            except TimeoutError:
+                log.warning("the machine of service %s does not answer", self._job.spec.name)
+            except (aiohttp.ClientError, OSError):
                 taken = self._is_taken()
         self._submitted.cancel()
         if self._code is None:
             self._code = PREEMPTED if taken else LOST
 
     def _is_taken(self) -> bool:
-        """Whether its agent does not answer since the cluster system has preempted the task, which says so later."""
+        """Whether its agent is gone, or ends, since the cluster system has preempted the task; it may say so later."""
         until = time.monotonic() + VERDICT_SECONDS
         while (code := self._submitted.exit_code()) is None and not self._waits_again() and time.monotonic() < until:
             time.sleep(RETRY_SECONDS)

@@ -215,8 +215,7 @@ def test_what_the_cluster_system_takes_back_is_no_failure(begin: Begin, store: S
 def test_why_an_agent_is_gone_is_known_later(begin: Begin, store: Store, says: int, code: int) -> None:
     (supervisor := begin("ready")).wait(["ready"])
     handle: Any = supervisor.services["ready"].handle
-    said = iter([None, None])
-    handle._submitted.exit_code = lambda: next(said, says)
+    handle._submitted.exit_code = iter([None, None, *[says] * 9]).__next__
     handle._leasing.cancel()
     os.kill(node(store, "ready").pid, signal.SIGKILL)
     handle.stop()
