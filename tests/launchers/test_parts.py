@@ -133,7 +133,10 @@ def test_all_parts_fetch_at_the_same_time() -> None:
             assert sorted(seen[source]) == ["second", "third"]
 
 
-@pytest.mark.parametrize("error", [UserError("x is damaged"), OSError("the disk is full"), Unavailable("it is away")])
+@pytest.mark.parametrize(
+    "error",
+    [UserError("x is damaged"), OSError("the disk is full"), Unavailable("it is away"), RuntimeError("no new thread")],
+)
 def test_one_that_cannot_fetch_says_why_and_tries_the_next(error: Exception) -> None:
     def fetch(source: str) -> None:
         if source == "s3://a":
