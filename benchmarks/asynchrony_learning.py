@@ -18,38 +18,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, cast
 
-from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.query import run_sql
 from benchmarks.bare_loop import machine
 from benchmarks.overhead import run_loop, warm_up
-from benchmarks.slowed import slowed
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
 
-
-@dataclass(frozen=True)
-class Variant:
-    """Overrides of the recipe, and the share of time in which the server may compute.
-
-    A sample of the quickstart has at most four tokens and takes a few ms, so that new weights never interrupt one. They
-    do if the server is stopped most of the time.
-    """
-
-    overrides: Sequence[str] = ()
-    server_share: float = 1.0
-
-
 ETA_4: Final = "rollout.max_head_offpolicyness=4"
-SLOW: Final = 0.1
-VARIANTS: Final[Mapping[str, Variant]] = {
-    "eta-0": Variant(),
-    "eta-2": Variant(("rollout.max_head_offpolicyness=2",)),
-    "eta-4": Variant((ETA_4,)),
-    "eta-4-plain-ppo": Variant((ETA_4, "algorithm.decoupled=false")),
-    "slow-eta-4": Variant((ETA_4,), SLOW),
-    "slow-eta-4-abort": Variant((ETA_4, "rollout.interruption=abort"), SLOW),
-    "slow-eta-4-without-stale-kv": Variant((ETA_4, "workflow.name=benchmarks.fresh_cache:FreshCache"), SLOW),
+#: Overrides of the recipe. A sample of the quickstart takes a few ms, so that new weights never interrupt one.
+VARIANTS: Final[Mapping[str, Sequence[str]]] = {
+    "eta-0": (),
+    "eta-2": ("rollout.max_head_offpolicyness=2",),
+    "eta-4": (ETA_4,),
+    "eta-4-plain-ppo": (ETA_4, "algorithm.decoupled=false"),
 }
 #: Server and trainer compute on one thread each in all variants: they share a run's cores where η > 0.
 SHARED: Final = ("model.warm_start=", "model.path=run://warm", "inference.threads=1", "trainer.threads=1")
@@ -128,10 +110,9 @@ def note(learned: Learned, rows: Path | None) -> None:
 
 def learn(store: Store, folder: Path, variant: str, seed: int, overrides: Sequence[str]) -> Learned:
     """One run from the shared SFT weights."""
-    run, chosen = f"{variant}-{seed}", VARIANTS[variant]
-    recipe = load_recipe("quickstart", [*SHARED, f"seed={seed}", *overrides, *chosen.overrides])
-    with slowed(chosen.server_share, lambda: store.exists(paths.iteration_commit(run, 0))):
-        run_loop(store, run, cast(RlhfRecipe, recipe), folder)
+    run = f"{variant}-{seed}"
+    recipe = load_recipe("quickstart", [*SHARED, f"seed={seed}", *overrides, *VARIANTS[variant]])
+    run_loop(store, run, cast(RlhfRecipe, recipe), folder)
     return learned(store, run, variant, seed)
 
 

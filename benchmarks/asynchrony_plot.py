@@ -17,7 +17,7 @@ Line = NDArray[np.float64]
 WIDTH, HEIGHT, LEFT, TOP = 520.0, 340.0, 50.0, 40.0  # of a chart, and its place in its half
 TICKS: Final = 5
 SMOOTHED: Final = 10  # iterations that a point is the mean of
-COLOURS: Final = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+COLOURS: Final = ("#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 
 
 def plot(learned: Sequence[Learned], folder: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import orjson
@@ -38,29 +39,14 @@ def answer(tokens: int) -> dict[str, Any]:
 
 
 def serve(listener: socket.socket, made: Sequence[list[dict[str, Any]]]) -> None:
-    """Answer requests with the answers `made`, in turn, under the version that was loaded last."""
-    held, encoded, turn = {"weight_version": "0"}, [orjson.dumps(body) for body in made], iter(range(1 << 60))
+    """Answer requests with the answers `made`, in turn."""
+    encoded = cycle([orjson.dumps(body) for body in made])
 
     async def generate(request: Request) -> Response:
         await request.body()
-        return Response(encoded[next(turn) % len(encoded)], media_type="application/json")
+        return Response(next(encoded), media_type="application/json")
 
-    async def info(request: Request) -> Response:
-        return Response(orjson.dumps(held), media_type="application/json")
-
-    async def update(request: Request) -> Response:
-        held["weight_version"] = str((await request.json())["weight_version"])
-        was, now = b'"weight_version":"%s"', held["weight_version"].encode()
-        before = str(int(held["weight_version"]) - 1).encode()
-        encoded[:] = [body.replace(was % before, was % now) for body in encoded]
-        return Response(b'{"success": true}', media_type="application/json")
-
-    routes = [
-        Route("/generate", generate, methods=["POST"]),
-        Route("/update_weights_from_disk", update, methods=["POST"]),
-        Route("/model_info", info),
-        Route("/health_generate", info),
-    ]
+    routes = [Route("/generate", generate, methods=["POST"])]
     uvicorn.Server(
         uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False, timeout_keep_alive=600)
     ).run(sockets=[listener])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from uuid import UUID
 import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound, Pause
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import Abort, ObjectNotFound, Pause
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -53,7 +54,11 @@ R = TypeVar("R", bound=BaseRecipe)
 T = TypeVar("T")
 
 #: How the log names the end of a flow process by a signal, by the type of the flow run's state.
-ENDS: Final = {"CANCELLING": "cancelled", "CANCELLED": "cancelled", "PAUSED": "suspended"}
+ENDS: Final[Mapping[StateType | None, str]] = {
+    StateType.CANCELLING: "cancelled",
+    StateType.CANCELLED: "cancelled",
+    StateType.PAUSED: "suspended",
+}
 #: In seconds. Prefect's client tries four times to connect; the worker kills a flow 7 s after asking it to end.
 ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 RESTARTED_AFTER: Final = (Unavailable, TrainerDown, ServerDown, HeadMoved)
@@ -143,8 +148,18 @@ def with_restarts(work: Callable[[RestartBudget], T]) -> T:
 def execute(
     recipe: Recipe, name: str, origin: Origin | None = None, segments: Sequence[tuple[int, Recipe]] = ()
 ) -> dict[str, Any]:
-    """Build and commit every iteration that the run lacks; engines have ended then. See also `open_run`."""
-    return with_restarts(lambda budget: _start(recipe, name, origin, segments, budget))
+    """Build and commit every iteration that the run lacks; engines have ended then. See also `open_run`.
+
+    Raises Abort in place of an error, so that Prefect records no end of the flow run, if another process runs it again.
+    """
+    try:
+        return with_restarts(lambda budget: _start(recipe, name, origin, segments, budget))
+    except Exception as error:
+        recorded = read_flow_run(flow_run.get_id() or "")
+        if recorded is None or recorded.run_count <= flow_run.get_run_count():
+            raise
+        get_run_logger().error("%s\nThis flow run is in another process, and goes on there.", error)
+        raise Abort(str(error)) from error
 
 
 def _start(
@@ -223,21 +238,21 @@ def ending_action(error: BaseException, flow_run_id: str) -> str:
     """`suspended`, `cancelled`, or `interrupted` (a signal for any other or an unknown reason)."""
     if isinstance(error, Pause):
         return "suspended"
-    return ENDS.get(state_type(flow_run_id), "interrupted")
+    recorded = read_flow_run(flow_run_id)
+    return ENDS.get(recorded.state_type if recorded else None, "interrupted")
 
 
-def state_type(flow_run_id: str) -> str:
-    """The type of the flow run's state; empty if the server does not answer. One request: the process ends soon."""
+def read_flow_run(flow_run_id: str) -> FlowRun | None:
+    """The flow run on the server; None if that does not answer. One request: the process ends soon."""
     if not PREFECT_API_URL.value() or not flow_run_id:
-        return ""
+        return None
     impatient = get_client(sync_client=True, httpx_settings={"timeout": ASK_TIMEOUT})  # authenticated as in settings
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), impatient as client:
-            state = client.read_flow_run(UUID(flow_run_id)).state_type
+            return client.read_flow_run(UUID(flow_run_id))
     except (httpx.HTTPError, ObjectNotFound) as away:
         get_run_logger().warning("cannot find out why this flow run ends: %s", away or type(away).__name__)
-        return ""
-    return state.value if state else ""
+        return None
 
 
 def run_state(run: Run) -> dict[str, int | str]:

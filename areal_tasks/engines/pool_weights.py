@@ -25,13 +25,13 @@ class UpdatedPool(ServerPool):
     """A pool whose servers are given weights."""
 
     async def _prepare(self, server: Server) -> None:
-        """Probe a server, and give it the target weights; its memory is lent, and it is paused, as the others are."""
+        """Probe a server, and give it the target weights; its cache is released, and it is paused, as theirs are."""
         await self._set_memory_and_pause(server)
         await server.probe(token=self.target is not None)
         await self._check(server)
         await self._catch_up(server)
-        if server.lends != self._lends or (server.paused and not self.paused):
-            raise ServerDown(f"{server.url}: whether it is to lend its memory or to pause has just changed")
+        if server.cache_released != self._released or (server.paused and not self.paused):
+            raise ServerDown(f"{server.url}: whether it is to release its cache or to pause has just changed")
 
     @property
     def version(self) -> int | None:
@@ -236,13 +236,13 @@ class UpdatedPool(ServerPool):
 
         return dict(await self.each(ask))
 
-    async def lend_memory(self, lends: bool) -> None:
-        """Have the servers lend the memory of their cache, during which they do not generate, or take it back."""
-        self._lends = lends
+    async def release_caches(self, released: bool) -> None:
+        """Have the servers release their KV caches, without which they do not generate, or allocate them again."""
+        self._released = released
         await self.each(self._set_memory_and_pause)
 
     async def _set_memory_and_pause(self, server: Server) -> None:
-        await server.lend(self._lends, resumes=not self.paused)
+        await server.release_cache(self._released, resumes=not self.paused)
 
     @asynccontextmanager
     async def _stopped(self, server: Server, mode: str | None) -> AsyncIterator[None]:

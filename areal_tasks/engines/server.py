@@ -106,7 +106,7 @@ class Server:
     asks: int = 0  # requests and commands in flight; no health checks
     paused: bool = False  # it was, or may have been, asked to pause generation, and not yet to continue
     held: bool = False  # another client alone uses it: it gets no requests and no weights from this one
-    lends: bool = False  # the memory of its cache, to the trainer: it must not generate
+    cache_released: bool = False  # its KV cache, for the trainer: it must not generate
     load: int = 0  # samples in flight
     done: int = 0  # samples answered
     commands: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during a command
@@ -216,17 +216,17 @@ class Server:
             await self.ask("POST", "/continue_generation", {})
             self.paused = False
 
-    async def lend(self, lends: bool, resumes: bool) -> None:
-        """Lend the memory of its cache or take it back, according to `lends`; then continue generation if `resumes`."""
+    async def release_cache(self, released: bool, resumes: bool) -> None:
+        """Release its KV cache, or allocate it again unless `released`; then continue generation if `resumes`."""
         async with self.commands:
-            if lends and not self.lends:
-                self.lends = True  # from here on nothing is generated, even if the command fails
+            if released and not self.cache_released:
+                self.cache_released = True  # from here on nothing is generated, even if the command fails
                 while self._tokens:
                     await asyncio.wait(self._tokens)
                 await self.ask("POST", "/release_memory_occupation", CACHE)
-            elif self.lends and not lends:
+            elif self.cache_released and not released:
                 await self.ask("POST", "/resume_memory_occupation", CACHE)
-                self.lends = False
+                self.cache_released = False
             if resumes:
                 await self.resume()
 
@@ -270,7 +270,7 @@ class Server:
         info = await self.ask("GET", "/server_info", seconds=HEALTH_SECONDS)
         if (self.requests or self.other_requests) and "steps" in info and not info["paused"]:
             return info["steps"]
-        if token and not (self.paused or self.lends):
+        if token and not (self.paused or self.cache_released):
             check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=HEALTH_SECONDS))
             self._tokens.add(check)
             check.add_done_callback(self._tokens.discard)

@@ -66,7 +66,7 @@ class ServerPool(ABC):
         self.clock: Callable[[], float] = time.monotonic
         self.target: Target | None = None
         self.paused = False  # the servers were asked to pause generation, and not yet to continue
-        self._lends = False  # the servers are to lend the memory of their cache
+        self._released = False  # the servers are to release their KV caches
         embedded = settings.engine == "embedded"
         self._loading, self._receiving = (in_flight(mode, embedded, sent) for sent in (False, True))
         self._external = False  # the run has not started the servers
@@ -166,7 +166,7 @@ class ServerPool(ABC):
                 raise outcome
 
     async def _check(self, server: Server) -> None:
-        if self._external and not server.lends:
+        if self._external and not server.cache_released:
             answers = await server.ask("POST", "/generate", PROBE)
             check_temperature(server.url, answers)
             if self._loading.pause == "in_place":

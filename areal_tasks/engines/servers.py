@@ -150,7 +150,7 @@ class Servers:
             if not client.wants(name_of(ref)) or client.stuck:
                 self._give(client, ref)
             if self.recipe.inference.release_memory:  # type: ignore[union-attr]
-                self.call(client.lend_memory(False))
+                self.call(client.release_caches(False))
             return client
         finally:
             self._lock.release()
@@ -384,7 +384,7 @@ class Servers:
         """Wait until the servers on the trainer's GPUs have started: call this before the trainer allocates memory.
 
         A starting server measures the free memory, and would count what the trainer allocates as its own. With
-        `inference.release_memory` the servers, also restarted ones, then lend the memory of their cache to the trainer.
+        `inference.release_memory` the servers, also restarted ones, then release their KV caches.
         """
         if not (sharing := [name for i, name in enumerate(self.names) if self.placement.shared(i)]):
             return
@@ -393,7 +393,7 @@ class Servers:
             with self._lock:
                 client = self._supervised()
                 self.call(client.wait_healthy())
-                self.call(client.lend_memory(True))
+                self.call(client.release_caches(True))
 
     def _serving(self) -> WeightsRef:
         assert self.serving is not None, "start() comes first"

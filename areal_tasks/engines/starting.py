@@ -55,7 +55,7 @@ def startable_folder(run: Run, recipe: Recipe) -> ModelFolder | None:
 def may_load_early(recipe: Recipe) -> bool:
     """Whether the recipe's trainer can load its model while inference servers start.
 
-    It cannot if the servers would have to lend it the memory that their first rollout needs, or if both are threads of
+    It cannot if the servers would have to release the memory that their first rollout needs, or if both are threads of
     one process, which share torch's default dtype.
     """
     if isinstance(recipe, EvaluateRecipe) or recipe.launcher.type == "inline":

@@ -201,11 +201,13 @@ class Agent:
         self._usage = await asyncio.to_thread(handle.usage)
 
     def stop(self, order: Stop) -> None:
-        """End the service, and then the agent."""
+        """End the service, and then the agent. An error if this process was asked to end: see `_state`."""
         with self._lock:
             if self._handle is not None:
                 self._handle.stop(order.grace_seconds)
         self.stopped = True
+        if self.released:
+            raise InterruptedError("the cluster system, or the end of the lease, ends this service")
 
     def release(self) -> None:
         """End the service through its lifeline, as if the flow had ended."""

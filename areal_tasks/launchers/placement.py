@@ -56,6 +56,11 @@ FEWER_GPUS: Final = {
     "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
     "inference": "lower inference.tensor_parallel, raise inference.nodes, or set launcher.resources.inference.gpus",
 }
+#: The remedy if all services together need more than all machines have.
+FEWER: Final = (
+    "lower inference.servers, inference.tensor_parallel, rollout.workers, trainer.ranks or launcher.resources, or add "
+    "a machine"
+)
 
 State = Literal["fits", "waits", "refused"]
 
@@ -100,8 +105,7 @@ def _unplaced(
         best = min(large, key=lambda machine: (bool(machine.state), len(_lacking(needs, left[machine.name]))))
         why = _shortage(needs, best, left[best.name])
         if crowded:
-            remedy = "lower inference.servers, rollout.workers, trainer.ranks or launcher.resources"
-            return Proposal(service, needs, "refused", why=f"no room even if nothing else ran: {why}; {remedy}")
+            return Proposal(service, needs, "refused", why=f"no room even if nothing else ran: {why}; {FEWER}")
         return Proposal(service, needs, "waits", why=why)
     why = _too_large(needs, machines)
     if autoscales:

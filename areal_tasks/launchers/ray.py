@@ -15,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -173,7 +174,7 @@ class RayCluster:
         nodes = self._connected(log).ask("nodes")
         log.unlink()  # an error names it
         own = self.settings.resources
-        return [machine(node, own) for node in nodes if not lacking(own, node["total"])]
+        return [machine(node, own) for node in told_apart(nodes) if not lacking(own, node["total"])]
 
     def _connected(self, log: Path) -> RayDriver:
         with self._lock:
@@ -230,6 +231,14 @@ def bundle(task: Task, settings: RaySettings) -> dict[str, float]:
     asked = task.resources
     amounts = {"CPU": asked.cpus, "GPU": asked.gpus, "memory": asked.memory_mb << 20, **settings.resources}
     return {name: amount for name, amount in amounts.items() if amount}
+
+
+def told_apart(nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The nodes, with the beginning of their ids in the names of those whose hosts have the same name."""
+    hosts = Counter(node["name"] for node in nodes)
+    return [
+        {**node, "name": f"{node['name']} ({node['id'][:8]})"} if hosts[node["name"]] > 1 else node for node in nodes
+    ]
 
 
 def machine(node: Mapping[str, Any], own: Mapping[str, float]) -> Machine:

@@ -122,11 +122,12 @@ class Driver:
         return found
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Name, resources and free resources of each node that is alive, and whether it is being drained."""
+        """Name, id, resources and free resources of each node that is alive, and whether it is being drained."""
         free, draining = available_resources_per_node(), cluster_state.get_draining_nodes()
         return [
             {
                 "name": found["NodeManagerHostname"],
+                "id": found["NodeID"],
                 "total": found["Resources"],
                 "free": free.get(found["NodeID"], {}),
                 "draining": found["NodeID"] in draining,

@@ -41,6 +41,7 @@ FIND_SECONDS: Final = 0.3  # between two checks for an agent's record
 ANSWER_SECONDS: Final = 5.0  # an agent answers after so long if the service runs and logs nothing
 RETRY_SECONDS: Final = 0.5
 CONNECT_SECONDS: Final = 5.0
+VERDICT_SECONDS: Final = 10.0  # for the cluster system to say why a task has ended, at which Slurm is asked twice
 
 
 class RemoteHandle:
@@ -70,13 +71,25 @@ class RemoteHandle:
     def stop(self, grace_seconds: float = 5.0) -> None:
         """End the service through its agent, then its task; a lost machine counts as stopped."""
         self._leasing.cancel()
+        taken = False
         if self._node is not None and self._code is None:
-            with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                self._launcher.loop.run(
-                    self._ask("stop", Stop(grace_seconds=grace_seconds), grace_seconds + CONNECT_SECONDS)
-                )
+            order = Stop(grace_seconds=grace_seconds)
+            try:
+                self._launcher.loop.run(self._ask("stop", order, grace_seconds + CONNECT_SECONDS))
+            except TimeoutError:
+                log.warning("the machine of service %s does not answer", self._job.spec.name)
+            except (aiohttp.ClientError, OSError):
+                taken = self._is_taken()
         self._submitted.cancel()
-        self._code = LOST if self._code is None else self._code
+        if self._code is None:
+            self._code = PREEMPTED if taken else LOST
+
+    def _is_taken(self) -> bool:
+        """Whether its agent is gone, or ends, since the cluster system has preempted the task; it may say so later."""
+        until = time.monotonic() + VERDICT_SECONDS
+        while (code := self._submitted.exit_code()) is None and not self._waits_again() and time.monotonic() < until:
+            time.sleep(RETRY_SECONDS)
+        return code == PREEMPTED or self._waits_again()
 
     async def _hold_lease(self) -> None:
         """Start the service through its agent, and keep its lease until it ends."""

@@ -129,7 +129,9 @@ class Supervisor:
         `joins`: others run already. A failure of its first start then counts as one of any later start.
         """
         if joins:
-            spec = spec.model_copy(update={"restart": self._unused})
+            with self._lock:  # those of a group meet under one number, though another service may be retired meanwhile
+                numbers = [one.spec.restart for one in self.services.values() if group and one.group == group]
+                spec = spec.model_copy(update={"restart": numbers[0] if numbers else self._unused})
         job = Job(module, spec, self.token, self._log(spec), threads, resources)
         handle = self._begun(job) if joins else self.launcher.start(job)
         with self._lock:
@@ -251,7 +253,9 @@ class Supervisor:
         if runs:
             return None
         first = self._first_ended(service)
-        if not service.url and service.needed and first.handle.exit_code() != PREEMPTED:
+        if not all(map(_is_over, self._members(service))):
+            return None  # how the others end may excuse this end: see `_excused`
+        if not service.url and service.needed and not self._preempted(service):
             raise self._failure(first, f"ended with {first.handle.exit_code()} while starting.")
         if self._given_up(service):
             failure = self._failure(first, f"failed {first.failures + 1} times; launcher.restarts allows no more.")
@@ -323,7 +327,11 @@ class Supervisor:
     def _excused(self, service: Service) -> bool:
         """Whether the end of a service, or of the one with which its group's end began, is excused."""
         first = self._first_ended(service)
-        return first.excused or first.handle.exit_code() in EXCUSED
+        return first.excused or first.handle.exit_code() in EXCUSED or self._preempted(service)
+
+    def _preempted(self, service: Service) -> bool:
+        """Whether one of its group was preempted. Others may fail for it before the cluster system says so."""
+        return any(one.handle.exit_code() == PREEMPTED for one in self._members(service))
 
     def _first_ended(self, service: Service) -> Service:
         """The service of its group that ended first and had the others ended; the service itself without a group."""
@@ -365,6 +373,11 @@ class Supervisor:
         shown = [f"Last lines of {path}:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["(nothing was written)"])]
         remedy = advice(service.spec.name, "\n".join(lines[-SEARCHED_LINES:]))
         return "\n".join([*shown, remedy] if remedy else shown)
+
+
+def _is_over(service: Service) -> bool:
+    """Whether the service has ended, or all was done that ends it."""
+    return service.handle.exit_code() is not None or (service.stopped is not None and service.stopped.done())
 
 
 def _is_stopped(service: Service) -> bool:

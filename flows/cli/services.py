@@ -215,10 +215,12 @@ def row_of(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _order(row: Row) -> tuple[bool, str, int]:
-    """The flow first, then by the service's kind and its number: `server-2` is before `server-10`."""
-    kind, _, number = row["service"].rpartition("-")
-    return row["service"] != "flow", *((kind, int(number)) if number.isdigit() else (row["service"], 0))
+def _order(row: Row) -> tuple[bool, str, int, int]:
+    """The flow first, then by the service's kind and its numbers: `inference-2.1` is before `inference-10`."""
+    kind, _, numbers = row["service"].rpartition("-")
+    number, _, node = numbers.partition(".")
+    known = number.isdigit() and (node or "0").isdigit()
+    return row["service"] != "flow", *((kind, int(number), int(node or 0)) if known else (row["service"], 0, 0))
 
 
 def _percent(share: float | None) -> str:

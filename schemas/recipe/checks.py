@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from ipaddress import ip_network
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,6 +87,10 @@ def check_network(r: BaseRecipe) -> Iterator[str]:
             f"launcher.network: launcher.type {r.launcher.type} needs the network in which services listen, such as "
             "10.0.0.0/24 (`ip -brief address` lists this machine's)"
         )
+    try:
+        ip_network(r.launcher.network or "::", strict=False)
+    except ValueError:
+        yield f"launcher.network: '{r.launcher.network}' is no network; write it by its address, such as 10.0.0.0/24"
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,7 +291,7 @@ def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
     if width % r.inference.nodes:
         yield (
             f"inference.nodes: the {width} GPUs of inference.tensor_parallel cannot be split evenly over "
-            f"{r.inference.nodes} machines"
+            f"{r.inference.nodes} machines; make it a multiple of inference.nodes"
         )
     elif r.inference.nodes > 1 and r.launcher.network and not r.inference.trust_network:
         yield (

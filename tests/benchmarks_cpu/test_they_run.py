@@ -14,7 +14,6 @@ from benchmarks import embedded, scale
 SCALE = ["--iterations=3", "--samples=64", "--token-iterations=1", "--workers=0"]
 CHECKPOINT = ["tiny", "--eager", "--rows=2", "--length=16", "--repeats=1", "--mb-per-second=10"]
 LONG = pytest.mark.slow("it takes a quarter of a minute at its smallest")
-TURNS = ["--servers=2", "--publications=1", "--load-seconds=0.05", "--every=0.5"]
 
 
 def once(work: Callable[[], object], repeats: int = 1) -> scale.Cost:
@@ -28,7 +27,6 @@ def once(work: Callable[[], object], repeats: int = 1) -> scale.Cost:
         ("embedded", ["--rounds=2", "--threads=1"], "| 4 | 256 | 32 |"),
         pytest.param("scale", SCALE, "merging the whole run", marks=LONG),
         ("checkpoint", CHECKPOINT, "a step beside the write"),
-        pytest.param("weights_in_turns", TURNS, "2, shared, half at a time", marks=LONG),
         pytest.param(
             "overhead",
             ["--iterations=8"],

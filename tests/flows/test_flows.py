@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from prefect.exceptions import Abort
 from prefect_api import ask, task_states
 from recorded_runs import recipes, unpack
 from stage_driver import Digests, digests, drive, start_driver, store_in, tiny, tiny_sft
@@ -42,6 +43,11 @@ class Prefect:
 
     def last_flow_run(self) -> dict[str, Any]:
         return self.ask("flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)[0]
+
+    def set_state(self, flow_run: dict[str, Any], kind: str) -> None:
+        """As a worker does that runs it again."""
+        state = {"state": {"type": kind}, "force": True}
+        ask("POST", f"{self.api}/flow_runs/{flow_run['id']}/set_state", state).raise_for_status()
 
     def artifact(self, key: str) -> dict[str, Any]:
         return self.ask("artifacts/latest", artifacts={"key": {"any_": [key]}})[0]
@@ -150,23 +156,29 @@ def test_a_last_commit_of_the_start_before_is_gone_on_from(
     assert digests(tmp_path, "r") == resumed.whole
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["another flow run", "the same flow run"])
 def test_a_start_that_has_lost_its_store_leaves_the_run_to_one_that_began_meanwhile(
-    resumed: Resumed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect: Prefect, resumed: Resumed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
+    """If Prefect has run the flow run itself again elsewhere, that one goes on, whatever becomes of this process."""
     recipe, commit, lost = moved(resumed.recipe, tmp_path), Run.commit_iteration, list[int]()
 
     def lose_the_store(run: Run, mine: IterationCommit) -> IterationCommit:
         if lost:
             return commit(run, mine)
         lost.append(run.owner)
+        for kind in ("CRASHED", "SCHEDULED", "PENDING", "RUNNING") if again else ():
+            prefect.set_state(prefect.last_flow_run(), kind)
         with monkeypatch.context() as patch:
             patch.setattr("areal_tasks.store.runs.socket.gethostname", lambda: "elsewhere")
             open_run(store_in(tmp_path), "r", recipe)
         raise Unavailable("the store is away")
 
     monkeypatch.setattr(Run, "commit_iteration", lose_the_store)
-    with pytest.raises(Superseded, match=r"'r' has been started again since \(owner 2 is a process of elsewhere"):
+    message = r"'r' has been started again since \(owner 2 is a process of elsewhere"
+    with pytest.raises(Abort if again else Superseded, match=message):
         rlhf(recipe, run="r")
+    assert prefect.last_flow_run()["state_type"] == ("RUNNING" if again else "FAILED")
     assert lost == [1] and not store_in(tmp_path).exists(owner("r", 3))
 
 

@@ -52,7 +52,7 @@ def test_the_flow_is_first_and_services_are_in_order_of_their_numbers(
 ) -> None:
     monkeypatch.setattr(services, "FRESH_SECONDS", 0.0)
     run = open_run(store_in(tmp_path), "r", tiny())
-    wanted = ["flow", "inference-2", "inference-10", "rollout-0", "trainer"]
+    wanted = ["flow", "inference-2", "inference-2.1", "inference-10", "inference-10.1", "rollout-0", "trainer"]
     written(run, *({"time": datetime(2026, 1, 1), "service": name} for name in reversed(wanted)))
     called(run, monkeypatch, "--json")
     assert [row["service"] for row in json.loads(capsys.readouterr().out)] == wanted

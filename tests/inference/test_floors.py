@@ -152,7 +152,7 @@ def test_a_server_that_has_gone_back_is_not_believed() -> None:
 
 
 def test_a_client_that_only_generates_never_asks_for_a_token_by_a_health_check() -> None:
-    """A server may lend its memory to the trainer, by the order of another client: a token would end it."""
+    """A server may have released its cache for the trainer, by the order of another client: a token would end it."""
 
     async def test() -> None:
         fake = Fake(delay=70.0)  # more than three polls

@@ -1,4 +1,4 @@
-"""Two servers of a run, one of which is started again: what it holds and lends is its own, wherever it listens."""
+"""Two servers of a run, one of which is restarted: what it holds and has released is its own, wherever it listens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 from test_damaged_weights import VERSION, weights
-from test_lending import Lender
+from test_released_caches import Releasing
 from waiting import wait_until
 
 from areal_tasks.engines import trainers
@@ -29,7 +29,7 @@ class Pair(FakeSupervisor):
 
     def __init__(self, engines: Engines) -> None:
         self.call = engines.servers.call
-        self.servers = [Lender(version=VERSION), Lender(version=VERSION)]
+        self.servers = [Releasing(version=VERSION), Releasing(version=VERSION)]
         self.runners: list[web.AppRunner] = [self.call(serve(server)) for server in self.servers]
         super().__init__(*(server.url for server in self.servers))
         self.running = [replace(one, weights=engines.servers.written) for one in self.running]
@@ -38,7 +38,7 @@ class Pair(FakeSupervisor):
         """End a server; another one takes its place."""
         port = urlsplit(self.servers[index].url).port if same_port else 0
         self.call(self.runners[index].cleanup())
-        self.servers[index] = Lender(version=VERSION)
+        self.servers[index] = Releasing(version=VERSION)
         self.runners[index] = self.call(serve(self.servers[index], port or 0))
         one = self.running[index]
         self.running[index] = replace(one, url=self.servers[index].url, restart=one.restart + 1)
@@ -66,11 +66,11 @@ def pair(engines: Engines) -> Pair:
     return found
 
 
-def assert_well(engines: Engines, lend: bool) -> None:
+def assert_well(engines: Engines, released: bool) -> None:
     client = engines.servers._client
     assert client is not None
     wait_until(lambda: len(client.healthy()) == 2)
-    assert [(server.lends, server.died_of) for server in pair(engines).servers] == [(lend, [])] * 2
+    assert [(server.cache_released, server.died_of) for server in pair(engines).servers] == [(released, [])] * 2
 
 
 @pytest.mark.parametrize("same_port", [True, False])
@@ -78,18 +78,18 @@ def test_a_server_that_was_started_again_lends_its_memory_too(engines: Engines, 
     engines.servers.inference()
     pair(engines).restart(0, same_port)
     engines.actor.at(0)
-    assert_well(engines, lend=True)
+    assert_well(engines, released=True)
     engines.servers.inference()
-    assert_well(engines, lend=False)
+    assert_well(engines, released=False)
 
 
 @pytest.mark.parametrize("same_port", [True, False])
 def test_a_server_is_not_told_to_take_what_it_never_gave(engines: Engines, same_port: bool) -> None:
     engines.actor.at(0)
-    assert_well(engines, lend=True)
+    assert_well(engines, released=True)
     pair(engines).restart(1, same_port)
     engines.servers.inference()
-    assert_well(engines, lend=False)
+    assert_well(engines, released=False)
     assert pair(engines).servers[0].orders == ["/release", "/resume"]
 
 
@@ -100,7 +100,7 @@ def test_a_new_client_leaves_lent_what_it_did_not_lend_itself(engines: Engines) 
     client, [first, _] = engines.servers._supervised(), pair(engines).servers
     engines.servers.call(client.evict({first.url: "it failed"}))
     engines.servers.call(until(lambda: first.url in client.healthy()))
-    assert (first.lends, first.orders, first.died_of) == (True, ["/release"], [])
+    assert (first.cache_released, first.orders, first.died_of) == (True, ["/release"], [])
 
 
 def test_nothing_is_ordered_twice_in_an_iteration(engines: Engines) -> None:

@@ -49,6 +49,7 @@ class Scripted:
     class Handle:
         def __init__(self, name: str, code: int | None, launcher: Scripted) -> None:
             self.name, self.code, self.launcher = name, code, launcher
+            self.taken = False  # by the cluster, which says so once it is stopped
 
         def exit_code(self) -> int | None:
             return self.code
@@ -60,7 +61,8 @@ class Scripted:
             """It takes nothing."""
 
         def stop(self, grace_seconds: float = 5.0) -> None:
-            self.code = -15 if self.code is None else self.code
+            if self.code is None:
+                self.code = PREEMPTED if self.taken else -15
 
 
 @pytest.fixture
@@ -177,6 +179,58 @@ def test_what_the_cluster_takes_from_one_counts_for_none(group: tuple[Supervisor
             supervisor.poll(NAMES)
         supervisor.poll(NAMES)  # takes the handles of both starts
     assert [supervisor.services[name].failures for name in NAMES] == [0, 0]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("said_later", [False, True])
+def test_nor_counts_the_failure_of_those_that_need_it(
+    group: tuple[Supervisor, Scripted], silent: bool, said_later: bool
+) -> None:
+    """Rank 0 sees at once that its connection to another has ended; the cluster system says why after that."""
+    supervisor, launcher = group
+    launcher.silent = set(NAMES) if silent else set()
+    start(supervisor)
+    for restart in range(6):
+        supervisor.poll(NAMES)
+        first, second = (cast(Scripted.Handle, supervisor.services[name].handle) for name in NAMES)
+        first.code, second.taken = 1, True
+        if not said_later:
+            second.stop()
+        while restarts(supervisor) == {restart}:
+            supervisor.poll(NAMES)
+    assert [supervisor.services[name].failures for name in NAMES] == [0, 0]
+
+
+def test_all_end_though_one_ends_during_a_poll(
+    group: tuple[Supervisor, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, _ = group
+    start(supervisor)
+    supervisor.wait(NAMES)
+    end_groups = supervisor._end_groups
+
+    def end_groups_before_it_ends() -> None:
+        end_groups()
+        if restarts(supervisor) == {0}:
+            supervisor.services["trainer"].handle.code = 1  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(supervisor, "_end_groups", end_groups_before_it_ends)
+    for _ in range(200):
+        supervisor.poll(NAMES)
+    assert restarts(supervisor) == {1}
+
+
+def test_all_that_join_have_the_same_number(group: tuple[Supervisor, Scripted]) -> None:
+    """They meet under it, though the thread that supervises rollout workers may retire one meanwhile."""
+    supervisor, _ = group
+    alone = ServiceSpec(name="rollout-1", restart=0, store_url=supervisor.store.url, run="r", owner=1, recipe={})
+    supervisor.start("m", alone)
+    supervisor.join("m", alone.model_copy(update={"name": NAMES[0]}), group="trainer")
+    supervisor.retire("rollout-1")
+    supervisor.join("m", alone.model_copy(update={"name": NAMES[1]}), group="trainer")
+    assert restarts(supervisor) == {0}
+    supervisor.join("m", alone)
+    assert supervisor.services["rollout-1"].spec.restart == 1
 
 
 def test_a_member_that_fails_too_often_ends_the_run(group: tuple[Supervisor, Scripted]) -> None:

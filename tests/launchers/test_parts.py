@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from checkpoints import publish
 from listeners import beyond_loopback
 from processes import NETWORK
 from torch.distributed import HashStore
@@ -26,10 +27,7 @@ from areal_tasks.engines.sglang.from_store import LOAD
 from areal_tasks.engines.sglang.parts import Parts
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import Store, Unavailable
-from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import commit_weights, digest_of, read_weights, upload
-from areal_tasks.store.paths import weights_attempt
-from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.objects.files import digest_of, read_weights
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.launcher import Launcher
@@ -39,17 +37,9 @@ NAME = "inference-0"
 NAMES = [part_name(NAME, node) for node in range(2)]
 
 
-def put(store: Store, tmp_path: Path, version: int) -> WeightsRef:
-    run, attempt, folder = tmp_path.name, new_attempt(), tmp_path / f"model-{version}"
-    folder.mkdir()
-    (folder / "config.json").write_text(f"{run} {version}")
-    files = upload(store, weights_attempt(run, version, attempt), folder)
-    return commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, now()))
-
-
 @pytest.fixture
 def refs(s3_store: Store, tmp_path: Path) -> list[WeightsRef]:
-    return [put(s3_store, tmp_path, version) for version in range(2)]
+    return [publish(s3_store, tmp_path, version) for version in range(2)]
 
 
 @pytest.fixture
@@ -143,7 +133,10 @@ def test_all_parts_fetch_at_the_same_time() -> None:
             assert sorted(seen[source]) == ["second", "third"]
 
 
-@pytest.mark.parametrize("error", [UserError("x is damaged"), OSError("the disk is full"), Unavailable("it is away")])
+@pytest.mark.parametrize(
+    "error",
+    [UserError("x is damaged"), OSError("the disk is full"), Unavailable("it is away"), RuntimeError("no new thread")],
+)
 def test_one_that_cannot_fetch_says_why_and_tries_the_next(error: Exception) -> None:
     def fetch(source: str) -> None:
         if source == "s3://a":

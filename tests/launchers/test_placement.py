@@ -118,6 +118,7 @@ def test_a_service_that_waits_for_another_of_its_run_would_wait_for_ever() -> No
     assert text.startswith(
         "no room even if nothing else ran: needs 2 GPUs on one node; n1 has 4 GPUs, 3 of them in use"
     )
+    assert "inference.tensor_parallel" in text and text.endswith("or add a machine")
     assert why(asked, node("n1", 4, 4), node("n2", 4, 1))[1] == (
         "waits",
         "needs 2 GPUs on one node; n1 has 4 GPUs, 3 of them in use (3 by this run)",

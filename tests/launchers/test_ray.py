@@ -143,6 +143,14 @@ def test_a_node_that_is_drained_is_proposed_for_nothing() -> None:
     assert (found.state, found.why) == ("waits", "needs 1 CPU on one node; n1 has as much, but is being drained")
 
 
+def test_two_nodes_of_one_host_are_two_machines() -> None:
+    node = {"name": "n1", "total": {"CPU": 2}, "free": {"CPU": 2}, "draining": False}
+    nodes = [{**node, "id": "7c52e0a1f3"}, {**node, "id": "09b1d4e677"}, {**node, "id": "55aa", "name": "n2"}]
+    machines = [ray.machine(node, {}) for node in ray.told_apart(nodes)]
+    found = propose(dict.fromkeys(("trainer", "inference-0", "rollout-0"), Resources(2)), machines)
+    assert [proposal.machine for proposal in found] == ["n1 (7c52e0a1)", "n1 (09b1d4e6)", "n2"]
+
+
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'arealflow\[ray\]'"):

@@ -221,6 +221,17 @@ def test_what_the_cluster_system_takes_back_is_no_failure(begin: Begin, store: S
     assert service.failures == 0
 
 
+@pytest.mark.parametrize(("says", "code"), [(PREEMPTED, PREEMPTED), (1, LOST)])
+def test_why_an_agent_is_gone_is_known_later(begin: Begin, store: Store, says: int, code: int) -> None:
+    (supervisor := begin("ready")).wait(["ready"])
+    handle: Any = supervisor.services["ready"].handle
+    handle._submitted.exit_code = iter([None, None, *[says] * 9]).__next__
+    handle._leasing.cancel()
+    os.kill(node(store, "ready").pid, signal.SIGKILL)
+    handle.stop()
+    assert handle.exit_code() == code
+
+
 def test_a_start_that_the_cluster_system_repeats_ends(begin: Begin, store: Store, tmp_path: Path) -> None:
     supervisor = begin("ready")
     supervisor.wait(["ready"])
@@ -247,6 +258,8 @@ def test_an_agent_that_is_asked_to_end_does_not_report_the_end_of_its_service(
     agent.release()
     codes.append(asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=0))).exit_code)
     assert codes == [-9, None]
+    with pytest.raises(InterruptedError):  # nor that it has been stopped
+        agent.stop(node_agent.Stop(grace_seconds=0.0))
 
 
 def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from checkpoints import publish
 from processes import NETWORK
 from waiting import LIMIT, alive, wait_until
 
@@ -18,23 +19,12 @@ from areal_tasks.engines.fetching import PREFIX, memory
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import commit_weights, digest_of, read_weights, upload
-from areal_tasks.store.paths import weights_attempt
-from areal_tasks.store.provenance import make_provenance, now
+from areal_tasks.store.objects.files import digest_of, read_weights
 from schemas.manifest import WeightsRef
 from schemas.recipe.launcher import Launcher
 
 FAKE = Path(__file__).parents[1] / "sglang" / "fake"
 NAMES = ["inference-0", "inference-1"]
-
-
-def put(store: Store, tmp_path: Path, version: int) -> WeightsRef:
-    run, attempt, folder = tmp_path.name, new_attempt(), tmp_path / f"model-{version}"
-    folder.mkdir()
-    (folder / "config.json").write_text(f"{run} {version}")
-    files = upload(store, weights_attempt(run, version, attempt), folder)
-    return commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, now()))
 
 
 def memory_of(store: Store, ref: WeightsRef) -> Path:
@@ -43,7 +33,7 @@ def memory_of(store: Store, ref: WeightsRef) -> Path:
 
 @pytest.fixture
 def refs(s3_store: Store, tmp_path: Path) -> list[WeightsRef]:
-    return [put(s3_store, tmp_path, version) for version in range(2)]
+    return [publish(s3_store, tmp_path, version) for version in range(2)]
 
 
 @pytest.fixture

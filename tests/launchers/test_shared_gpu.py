@@ -69,13 +69,13 @@ def test_a_server_that_has_only_just_started_gives_its_memory_too(
     inference = Inference(engine="sglang", release_memory=True)
     engines.servers.recipe = engines.recipe.model_copy(update={"inference": inference})
 
-    async def lend(_client: object, lends: bool) -> None:
-        log(engines).append("release" if lends else "resume")
+    async def release(_client: object, released: bool) -> None:
+        log(engines).append("release" if released else "resume")
 
     async def looked_at(_client: object) -> list[str]:
         log(engines).append("looked at")
         return []
 
     monkeypatch.setattr(InferenceClient, "wait_healthy", looked_at)
-    monkeypatch.setattr(InferenceClient, "lend_memory", lend)
+    monkeypatch.setattr(InferenceClient, "release_caches", release)
     assert placed(engines, "0")[-3:] == ["looked at", "release", TRAINER]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 from waiting import LIMIT, wait_until
 
-from machines.bed import Machine
+from machines.bed import Machine, Process
 from machines.clusters import Cluster, OnRay, OnSlurm, OnStarters
 
 UNTRAINED: Final = ("model.warm_start=", "model.scratch={}")
@@ -31,23 +31,21 @@ each_system = pytest.mark.parametrize("cluster", [starters, through_slurm, throu
 slurm_and_ray = pytest.mark.parametrize("cluster", [through_slurm, through_ray], indirect=True)
 
 
-class Run:
-    """A run that goes on, and what it has printed when."""
+class Lines:
+    """What a process has printed when."""
 
-    def __init__(self, cluster: Cluster, *more: str, line: str = "iteration 5 done") -> None:
-        self.cluster = cluster
-        self.process = cluster.start(*cluster.run(*ASYNCHRONOUS, *more))
+    def __init__(self, process: Process) -> None:
+        self.process = process
         self.lines: list[tuple[float, str]] = []
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.wait_for(line)
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line))
 
     def wait_for(self, line: str, since: float = 0.0, limit: float = LIMIT) -> float:
-        """When the run printed such a line. Fails if it ends before."""
+        """When it printed such a line. Fails if it ends before."""
         try:
             wait_until(lambda: self.times(line, since) or not self._reader.is_alive(), line, limit)
         finally:
@@ -63,6 +61,15 @@ class Run:
     @property
     def printed(self) -> str:
         return "".join(line for _, line in self.lines)
+
+
+class Run(Lines):
+    """A run that goes on, and what it has printed when."""
+
+    def __init__(self, cluster: Cluster, *more: str, line: str = "iteration 5 done") -> None:
+        self.cluster = cluster
+        super().__init__(cluster.start(*cluster.run(*ASYNCHRONOUS, *more)))
+        self.wait_for(line)
 
     def host(self, service: str) -> str:
         """The machine on which a service runs."""

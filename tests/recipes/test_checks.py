@@ -32,6 +32,7 @@ REFUSED = [
     ("data.source", "quickstart", "data.source=s3://bucket/rows.csv", r"should end with \.jsonl, \.json, \.parquet"),
     ("data.source", "quickstart", "data.source='owner/{split}'", "is for files"),
     ("launcher.network", "quickstart", "launcher.type=slurm", "needs the network in which services listen, such as"),
+    ("launcher.network", "quickstart", "launcher={type: slurm, network: eth0}", "'eth0' is no network; write it by"),
     ("launcher.network", "quickstart", "launcher.network=10.0.0.0/24", "has no effect with launcher.type local"),
     ("trainer.replicas", "gsm8k", "trainer={backend: fsdp2, ranks: 4, replicas: 3}", "4 ranks cannot be split evenly"),
     (
@@ -158,7 +159,7 @@ REFUSED = [
             ("inference.flags={--log-level: info}", "write log-level without the dashes"),
             ("inference.flags={disable-radix-cache: false}", "disable-radix-cache: false has no effect; leave it"),
             ("inference.flags={nnodes: 2}", "a recipe cannot set nnodes; set inference.nodes instead"),
-            ("inference.nodes=3", "the 2 GPUs of inference.tensor_parallel cannot be split evenly over 3 machines"),
+            ("inference.nodes=3", "the 2 GPUs of inference.tensor_parallel cannot be split evenly over 3 machines; "),
             (
                 "inference.nodes=2 & launcher={type: slurm, network: 10.0.0.0/24}",
                 r"encrypts nothing, prompts included.*set inference\.trust_network=true if launcher\.network is safe",

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from checkpoints import publish
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -19,25 +20,13 @@ from areal_tasks.engines import fetching
 from areal_tasks.engines.external import FETCH, STORE_OF
 from areal_tasks.engines.sglang.from_store import LOAD, FromStore
 from areal_tasks.store.backend import Store, Unavailable
-from areal_tasks.store.commit import new_attempt
-from areal_tasks.store.objects.files import commit_weights, read_weights, upload
-from areal_tasks.store.paths import weights_attempt
-from areal_tasks.store.provenance import make_provenance, now
-from schemas.manifest import WeightsRef
-
-
-def put(store: Store, tmp_path: Path, version: int) -> WeightsRef:
-    run, attempt, folder = tmp_path.name, new_attempt(), tmp_path / f"model-{version}"
-    folder.mkdir()
-    (folder / "model.safetensors").write_text(f"{run} {version}")
-    files = upload(store, weights_attempt(run, version, attempt), folder)
-    return commit_weights(store, run, version, attempt, "weights", files, make_provenance(1, now()))
+from areal_tasks.store.objects.files import read_weights
 
 
 async def load(request: Request) -> JSONResponse:
     order = await request.json()
     folder = Path(order["model_path"])
-    return JSONResponse({"success": True, "order": order, "read": (folder / "model.safetensors").read_text()})
+    return JSONResponse({"success": True, "order": order, "read": (folder / "config.json").read_text()})
 
 
 @pytest.fixture
@@ -59,7 +48,7 @@ def ask(app: FromStore, path: str, order: Any = None) -> httpx.Response:
 
 
 def test_weights_of_the_store_are_loaded_from_a_folder(app: FromStore, s3_store: Store, tmp_path: Path) -> None:
-    refs = [put(s3_store, tmp_path, version) for version in range(3)]
+    refs = [publish(s3_store, tmp_path, version) for version in range(3)]
     for ref in refs:
         order = {"model_path": s3_store.uri(ref.path), "weight_version": str(ref.version), "flush_cache": True}
         assert ask(app, FETCH, order).json() == {"success": True}
@@ -83,7 +72,7 @@ def test_parts_on_other_machines_fetch_too_and_find_the_folder_themselves(
                 raise away.pop()
 
     app.parts = Others()  # type: ignore[assignment]
-    ref = put(s3_store, tmp_path, 0)
+    ref = publish(s3_store, tmp_path, 0)
     order = {"model_path": s3_store.uri(ref.path)}
     assert ask(app, FETCH, order).status_code == 503, "the flow tries again"
     assert ask(app, FETCH, order).json() == {"success": True}
@@ -92,7 +81,7 @@ def test_parts_on_other_machines_fetch_too_and_find_the_folder_themselves(
 
 
 def test_folders_are_passed_on(app: FromStore, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_text("own")
+    (tmp_path / "config.json").write_text("own")
     order = {"model_path": str(tmp_path)}
     assert ask(app, LOAD, order).json() == {"success": True, "order": order, "read": "own"}
 
@@ -104,12 +93,12 @@ def test_it_names_its_store(app: FromStore, s3_store: Store) -> None:
 def test_what_cannot_be_fetched_is_refused_before_it_is_loaded(
     app: FromStore, s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ref = put(s3_store, tmp_path, 0)
+    ref = publish(s3_store, tmp_path, 0)
     [file] = read_weights(s3_store, ref).files
     s3_store.put(file.path, b"x" * file.bytes)
     for path in (FETCH, LOAD):
         answer = ask(app, path, {"model_path": s3_store.uri(ref.path)})
-        assert answer.status_code == 400 and "model.safetensors is damaged" in answer.json()["message"]
+        assert answer.status_code == 400 and "config.json is damaged" in answer.json()["message"]
     for order in ({"model_path": "s3://elsewhere/w.json"}, {}, []):
         assert ask(app, LOAD, order).status_code == 400
 

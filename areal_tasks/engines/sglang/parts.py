@@ -57,7 +57,7 @@ class Parts:
 def _outcome(fetch: Callable[[str], object], source: str) -> str:
     try:
         fetch(source)
-    except (UserError, OSError) as error:
+    except Exception as error:  # of any kind: the first part waits for an answer without a limit
         return f"{AWAY if isinstance(error, Unavailable) else ''}{error}"
     return FETCHED
 

@@ -141,7 +141,7 @@ class Group:
     def _gathered(self, prefix: str, mine: dict[str, Any], timeout: timedelta = _FOREVER) -> list[dict[str, Any]]:
         """On every rank: what each has given as `mine`, in order, once all have. Rank 0 reads it for all.
 
-        If each rank read all keys, 256 ranks would need 9 s (`benchmarks.control_plane_ranks`).
+        If each rank read all keys, 256 ranks would need 9 s (benchmarks/results/control-plane-2cpu.txt).
         """
         self._post(f"{prefix}{self.rank}", json.dumps(mine))
         keys, into = [f"{prefix}{rank}" for rank in range(self.world)], f"{prefix}all"

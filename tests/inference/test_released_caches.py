@@ -1,4 +1,4 @@
-"""Memory that servers lend to the trainer. What SGLang does not guard against ends the stand-ins as it ends SGLang."""
+"""KV caches that servers release. What SGLang does not guard against ends the stand-ins as it ends SGLang."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from areal_tasks.engines.server import BadRequest
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
 
 
-class Lender(Fake):
+class Releasing(Fake):
     """Generates a token for each health check, in `token_seconds`; dies of what SGLang dies of."""
 
     def __init__(self, token_seconds: float = 0.0, **settings: Any) -> None:
         super().__init__(**settings)
         self.token_seconds = token_seconds
-        self.lends = False
+        self.cache_released = False
         self.generating = 0
         self.orders: list[str] = []
         self.looked: list[str] = []
@@ -33,9 +33,9 @@ class Lender(Fake):
 
     async def token(self, seconds: float) -> None:
         self.generating += 1
-        self.must(not self.lends, "it generated into memory that is not there")
+        self.must(not self.cache_released, "it generated into memory that is not there")
         await asyncio.sleep(seconds)  # as a server takes its time
-        self.must(not self.lends, "it generated into memory that is not there")
+        self.must(not self.cache_released, "it generated into memory that is not there")
         self.generating -= 1
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -56,9 +56,9 @@ class Lender(Fake):
                 return web.json_response({"error": "out of order"}, status=500)
             if self.refuses:
                 return web.json_response({"error": "no"}, status=400)
-            self.must(not self.generating, "it was to lend its memory while it generated")
-            self.must(self.lends == (order == "/resume"), "it had done so before")
-            self.lends = not self.lends
+            self.must(not self.generating, "it was to release its cache while it generated")
+            self.must(self.cache_released == (order == "/resume"), "it had done so before")
+            self.cache_released = not self.cache_released
         return await super().command(request)
 
 
@@ -73,17 +73,17 @@ def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
     """Not by the watch over its requests, nor by who asks how it gets on while it is at an order."""
 
     async def test() -> None:
-        fake = Lender(delay=0.02)
+        fake = Releasing(delay=0.02)
         async with serving(fake) as client:
             await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
-            await client.lend_memory(True)
+            await client.release_caches(True)
             await asyncio.sleep(0.2)  # four health checks
             assert {
                 heartbeat.progress is not None for heartbeat in (await client.heartbeats(everyone=True)).values()
             } == {True}
             await client.update_weights("w", 0)
-            await client.lend_memory(False)
+            await client.release_caches(False)
             check(requests(1), await client.generate(requests(1)))
         assert fake.died_of == [] and fake.orders == ["/release", "/resume"]
 
@@ -92,46 +92,46 @@ def test_a_server_that_lends_its_memory_is_not_made_to_generate() -> None:
 
 def test_a_look_that_is_under_way_ends_before_the_memory_is_lent() -> None:
     async def test() -> None:
-        fake = Lender(token_seconds=0.15, delay=0.1)
+        fake = Releasing(token_seconds=0.15, delay=0.1)
         async with serving(fake) as client:
             await client.update_weights("w", 0)
             check(requests(1), await client.generate(requests(1)))
             assert fake.generating, "the health check that began while it generated continues"
-            await client.lend_memory(True)
-        assert fake.died_of == [] and fake.lends
+            await client.release_caches(True)
+        assert fake.died_of == [] and fake.cache_released
 
     run(test)
 
 
 def test_an_order_is_given_once_to_each_server() -> None:
     async def test() -> None:
-        old, new = Lender(), Lender()
+        old, new = Releasing(), Releasing()
         async with serving(old, new) as client:
-            client.servers[0].lends = old.lends = True  # by the order of another client
+            client.servers[0].cache_released = old.cache_released = True  # by the order of another client
             for _ in range(2):
-                await client.lend_memory(True)
+                await client.release_caches(True)
             for _ in range(2):
-                await client.lend_memory(False)
+                await client.release_caches(False)
         assert (old.orders, new.orders) == (["/resume"], ["/release", "/resume"])
         assert old.died_of == new.died_of == []
 
     run(test)
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_an_evicted_server_does_as_the_others_before_it_is_let_in_again(lent: bool) -> None:
+@pytest.mark.parametrize("released", [True, False])
+def test_an_evicted_server_does_as_the_others_before_it_is_let_in_again(released: bool) -> None:
     async def test() -> None:
-        ill, well = Lender(), Lender()
+        ill, well = Releasing(), Releasing()
         async with serving(ill, well) as client:
-            if not lent:
-                await client.lend_memory(True)
+            if not released:
+                await client.release_caches(True)
             ill.broken = True
             assert len(await client.update_weights("w", 1)) == 1
             assert not client.servers[0].healthy
-            await client.lend_memory(lent)
+            await client.release_caches(released)
             ill.broken = False
             await until(lambda: client.servers[0].healthy or bool(ill.died_of))
-            assert (ill.lends, well.lends, ill.version) == (lent, lent, 1)
+            assert (ill.cache_released, well.cache_released, ill.version) == (released, released, 1)
         assert ill.died_of == well.died_of == []
 
     run(test)
@@ -139,11 +139,11 @@ def test_an_evicted_server_does_as_the_others_before_it_is_let_in_again(lent: bo
 
 def test_a_server_that_is_down_is_evicted_though_another_refuses() -> None:
     async def test() -> None:
-        refusing, dead = Lender(), Lender()
+        refusing, dead = Releasing(), Releasing()
         refusing.refuses = dead.broken = True
         async with serving(refusing, dead) as client:
             with pytest.raises(BadRequest):
-                await client.lend_memory(True)
+                await client.release_caches(True)
             assert [server.healthy for server in client.servers] == [True, False]
 
     run(test)
