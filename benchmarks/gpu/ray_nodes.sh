@@ -48,11 +48,11 @@ transport=inference.transport=nccl
 [ -z "${CPU:-}" ] || transport=""
 node 0 --head --port="${RAY_ADDRESS#*:}" --include-dashboard=false
 node 1 --address="$RAY_ADDRESS"
-own="launcher.network=127.0.0.1/32 trainer.gpus=[] inference.gpus=[] launcher.resources.trainer.gpus=1
+own="launcher.network=127.0.0.1/32 launcher.trust_network=true trainer.gpus=[] inference.gpus=[] launcher.resources.trainer.gpus=1
   launcher.resources.inference.gpus=1 launcher.resources.rollout.cpus=4"
 if [ "$case" = over ]; then
   node 2 --address="$RAY_ADDRESS"
-  over="$own inference.tensor_parallel=2 inference.nodes=2 inference.trust_network=true trainer.compile=false rollout.groups=16
+  over="$own inference.tensor_parallel=2 inference.nodes=2 trainer.compile=false rollout.groups=16
     inference.flags.max-running-requests=128 inference.flags.cuda-graph-max-bs-decode=128"
   store="inference.transport=store trainer.weights_every=1"
   [ -z "${CPU:-}" ] || over=$own store=""

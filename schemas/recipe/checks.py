@@ -93,6 +93,27 @@ def check_network(r: BaseRecipe) -> Iterator[str]:
         yield f"launcher.network: '{r.launcher.network}' is no network; write it by its address, such as 10.0.0.0/24"
 
 
+#: What services exchange between machines that cannot be encrypted, by the field that has them do so.
+UNENCRYPTED: Final = {
+    "trainer.nodes": "between the machines of a trainer gloo and NCCL encrypt nothing: rows, gradients and weights",
+    "inference.nodes": "between the machines of a server SGLang encrypts nothing, prompts included, and runs what "
+    "anyone sends who reaches its ports",
+    "inference.transport": "NCCL encrypts nothing: weights",
+}
+
+
+def check_trusted(r: BaseRecipe) -> Iterator[str]:
+    """What cannot be encrypted is sent only in a network that the recipe trusts."""
+    if r.launcher.trust_network and not r.launcher.network:
+        yield "launcher.trust_network: has no effect without launcher.network: services of one machine use loopback"
+    if not r.launcher.network or r.launcher.trust_network:
+        return
+    for field, why in UNENCRYPTED.items():
+        section, _, name = field.partition(".")
+        if getattr(getattr(r, section, None), name, 1) not in (1, "auto", "store", "tensor"):
+            yield f"{field}: {why}; set launcher.trust_network=true if launcher.network is safe"
+
+
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -286,17 +307,12 @@ def check_flags(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
 
 
 def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
-    """Each server has its GPUs, a port and a process; its GPUs can be split over machines that trust each other."""
+    """Each server has its GPUs, which can be split over its machines, a port and a process."""
     gpus, width, servers = r.inference.gpus, r.inference.tensor_parallel, r.inference.servers
     if width % r.inference.nodes:
         yield (
             f"inference.nodes: the {width} GPUs of inference.tensor_parallel cannot be split evenly over "
             f"{r.inference.nodes} machines; make it a multiple of inference.nodes"
-        )
-    elif r.inference.nodes > 1 and r.launcher.network and not r.inference.trust_network:
-        yield (
-            "inference.nodes: between the machines of a server SGLang encrypts nothing, prompts included, and runs "
-            "what anyone sends who reaches its ports; set inference.trust_network=true if launcher.network is safe"
         )
     if gpus and len(gpus) != servers * width:
         yield (
@@ -314,7 +330,7 @@ def check_servers(r: RlhfRecipe | EvaluateRecipe) -> Iterator[str]:
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-BASE_CHECKS: Final = (check_model, check_data, check_network)
+BASE_CHECKS: Final = (check_model, check_data, check_network, check_trusted)
 TRAINING_CHECKS: Final = (check_training, check_ranks)
 EVALUATION_CHECKS: Final = (check_evaluation, check_flags, check_servers)
 GRPO_CHECKS: Final = (check_weights_every, check_grpo, check_held_out, check_rollout)

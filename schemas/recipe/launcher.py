@@ -80,6 +80,13 @@ class Launcher(Section):
         description="On several machines: the network in which services listen, such as `10.0.0.0/24`; each uses its "
         "machine's address there, and no other.",
     )
+    trust_network: bool = operational(
+        False,
+        description="Let services send unencrypted what cannot be encrypted, in `network`: rows, gradients and weights "
+        "between the machines of a trainer (`trainer.nodes`), prompts between those of a server (`inference.nodes`), "
+        "and weights by `inference.transport: nccl`.",
+        live=True,
+    )
     lease_seconds: float = operational(
         35.0,
         ge=5,

@@ -213,9 +213,7 @@ class Inference(Section):
         64, ge=1, le=65536, description="Requests in flight per server.", live=True
     )
     tensor_parallel: int = operational(1, ge=1, le=64, description="SGLang: GPUs that share one server's model.")
-    nodes: int = operational(
-        1, ge=1, le=64, description="SGLang: machines over which each server's GPUs are split (needs `trust_network`)."
-    )
+    nodes: int = operational(1, ge=1, le=64, description="SGLang: machines over which each server's GPUs are split.")
     gpus: list[int] = operational(
         [], description="Numbers of the servers' GPUs; empty: those after the trainer's, or the same if none are left."
     )
@@ -248,7 +246,7 @@ class Inference(Section):
     trust_network: bool = operational(
         False,
         description="Send prompts and token unencrypted to servers of other machines that `AREAL_LLM_SERVER_ADDRS` "
-        "names by `http://`, and prompts between the machines of one server (`nodes`).",
+        "names by `http://`.",
     )
     threads: int = operational(0, ge=0, le=1024, description="CPU threads per server; 0 is all cores.")
 

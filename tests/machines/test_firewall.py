@@ -75,6 +75,6 @@ def test_a_run_needs_no_more_than_the_rules_of_the_guides(cluster: Cluster) -> N
     node.run([*call, "127.0.0.1"])
 
     size = ("inference.servers=2", "rollout.workers=2", "schedule.iterations=3", "evaluation.every=3")
-    trainer = ("trainer.backend=fsdp2", "trainer.ranks=2", "trainer.nodes=2")
+    trainer = ("trainer.backend=fsdp2", "trainer.ranks=2", "trainer.nodes=2", "launcher.trust_network=true")
     cluster.arealflow(*cluster.run("quickstart", "run=r", *UNTRAINED, *size, *trainer))
     assert "r: sound" in cluster.arealflow("audit", "r")

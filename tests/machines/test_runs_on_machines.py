@@ -28,6 +28,7 @@ from machines.runs import (
 )
 from machines.starter import PORT
 
+TRUSTED: Final = "launcher.trust_network=true"
 ALLOCATED: Final = str(ROOT / "deployments" / "slurm" / "flow.sbatch")
 #: Every iteration moves the weights.
 SMALL: Final = (*UNTRAINED, "reward.verifier=stage_reward:digits", "schedule.iterations=4", "evaluation.every=4")
@@ -52,7 +53,7 @@ def compare_with_one_machine(cluster: Cluster, *more: str) -> None:
     """Trainer over two machines; six services on three nodes."""
     own = ("inference.servers=2", "rollout.workers=2", *more, *SMALL)
     cluster.arealflow("run", "quickstart", "run=here", "launcher.type=local", *own)
-    print(cluster.arealflow(*cluster.run("quickstart", "run=there", "trainer.nodes=2", *own)))
+    print(cluster.arealflow(*cluster.run("quickstart", "run=there", "trainer.nodes=2", TRUSTED, *own)))
     assert "no difference" in cluster.arealflow("diff", "here", "there")
     assert "sound" in cluster.arealflow("audit", "there")
 
@@ -77,7 +78,7 @@ def test_services_on_other_nodes_join_and_leave_a_run_that_goes_on(cluster: Clus
     run = Run(cluster, *fewer, *trainer)
     before = sum(services(node) for node in cluster.nodes)
 
-    asked = run.change("trainer.ranks=2", "trainer.nodes=2")
+    asked = run.change("trainer.ranks=2", "trainer.nodes=2", TRUSTED)
     resized = run.wait_for("service trainer-1 starts on", asked)
     trained = run.wait_for(" done (", run.wait_for("restoring version", asked))
     assert run.host("trainer") != run.host("trainer-1")

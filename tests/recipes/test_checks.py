@@ -66,6 +66,19 @@ REFUSED = [
         "cannot release their memory while they generate",
     ),
     ("trainer.nodes", "gsm8k", "trainer={ranks: 2, nodes: 2}", "2 machines need a launcher.type of several"),
+    (
+        "trainer.nodes",
+        "sft-gsm8k",
+        "trainer={backend: fsdp2, ranks: 2, nodes: 2} & launcher={type: ray, network: 10.0.0.0/24}",
+        "gloo and NCCL encrypt nothing: .*; set launcher.trust_network=true if launcher.network is safe",
+    ),
+    ("launcher.trust_network", "gsm8k", "launcher.trust_network=true", "has no effect without launcher.network"),
+    (
+        "inference.transport",
+        "gsm8k",
+        "inference.transport=nccl & launcher={type: ray, network: 10.0.0.0/24}",
+        "NCCL encrypts nothing: weights; set launcher.trust_network=true",
+    ),
     ("rollout.bound", "quickstart", "rollout.bound=admission", "groups wait for new weights"),
     ("rollout.interruption", "quickstart", "rollout.interruption=abort", "groups wait for new weights"),
     (
@@ -162,7 +175,7 @@ REFUSED = [
             ("inference.nodes=3", "the 2 GPUs of inference.tensor_parallel cannot be split evenly over 3 machines; "),
             (
                 "inference.nodes=2 & launcher={type: slurm, network: 10.0.0.0/24}",
-                r"encrypts nothing, prompts included.*set inference\.trust_network=true if launcher\.network is safe",
+                r"encrypts nothing, prompts included.*set launcher\.trust_network=true if launcher\.network is safe",
             ),
             ("inference.gpus=[0]", "names 1, but 2 servers of 2 GPUs each need 4"),
             ("inference.gpus=[0,0,1,2]", "one server's GPUs must differ"),

@@ -36,7 +36,6 @@ def test_a_full_set_of_settings_is_taken() -> None:
     assert recipe.inference.flags["cuda-graph-bs"] == [1, 8]
 
 
-@pytest.mark.parametrize("launcher", ["type: ray, network: 10.0.0.0/24", "type: local"])
+@pytest.mark.parametrize("launcher", ["type: ray, network: 10.0.0.0/24, trust_network: true", "type: local"])
 def test_a_server_may_be_split_over_machines_that_trust_each_other_or_are_one(launcher: str) -> None:
-    given = ["inference.tensor_parallel=4", "inference.nodes=2", f"launcher={{{launcher}}}"]
-    load_recipe("gsm8k", [*given, *(["inference.trust_network=true"] if "ray" in launcher else [])])
+    load_recipe("gsm8k", ["inference.tensor_parallel=4", "inference.nodes=2", f"launcher={{{launcher}}}"])

@@ -74,7 +74,7 @@ def test_between_machines_weights_are_broadcast_only_if_the_recipe_says_so() -> 
     """A broadcast is not encrypted. It needs GPUs at both ends."""
     elsewhere = ["launcher.type=ray", "launcher.network=10.0.0.0/24"]
     assert choose_transport(load_recipe("gsm8k", elsewhere), Placement(), False) == "store"
-    named = load_recipe("gsm8k", [*elsewhere, "inference.transport=nccl"])
+    named = load_recipe("gsm8k", [*elsewhere, "launcher.trust_network=true", "inference.transport=nccl"])
     assert choose_transport(named, Placement(), False) == "nccl"
     with pytest.raises(UserError, match="nccl is not possible here"):
         choose_transport(named, Placement(), external=True)
