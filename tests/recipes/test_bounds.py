@@ -100,6 +100,7 @@ NOT_HERE = (
     "in an evaluate recipe",
     "only SGLang uses it",
     "without launcher.type ray",
+    "without launcher.network",
     "cannot be split evenly",
 )
 
