@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -98,34 +99,36 @@ def invoke(words: Sequence[str]) -> None:
     assert done.exit_code == 0, f"arealflow {' '.join(words)}\n{done.output}\n{done.exception!r}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_do_what_the_page_shows(
-    page: Path, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a store. What is imported from it is forgotten at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AREALFLOW_STORE", store_in(tmp_path).url)
-    write_files(page, tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_do_what_the_page_shows(page: Path, recorded: Path, desk: Path) -> None:
+    shutil.copytree(recorded, desk, dirs_exist_ok=True)
+    write_files(page, desk)
     for words in executable(page):
         invoke(words)
 
 
 @pytest.mark.slow("whole runs by the command; the one of the recipe on the first screen is in `make test`")
 @pytest.mark.parametrize("words", sorted(begun()), ids=" ".join)
-def test_runs_that_a_page_begins(
-    words: tuple[str, ...], api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AREALFLOW_STORE", store_in(tmp_path).url)
+def test_runs_that_a_page_begins(words: tuple[str, ...], api: str, desk: Path) -> None:
     invoke([*words, *SHORT])
 
 
-def test_the_recipe_on_the_first_screen_runs(api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AREALFLOW_STORE", store_in(tmp_path).url)
-    write_files(ROOT / "README.md", tmp_path)
+def test_the_recipe_on_the_first_screen_runs(api: str, desk: Path) -> None:
+    write_files(ROOT / "README.md", desk)
     invoke(["run", "mine.yaml", "run=mine", *ON_CPU])
-    assert run_sql(store_in(tmp_path), "mine", "SELECT DISTINCT verifier FROM samples").to_pylist() == [
+    assert run_sql(store_in(desk), "mine", "SELECT DISTINCT verifier FROM samples").to_pylist() == [
         {"verifier": "my_reward:says_it"}
     ]
 
