@@ -148,7 +148,7 @@ class ResidentTrainer:
 
     def _record(self, found: Retrained) -> None:
         self._retrained.append(found)
-        self.matches_servers = self.matches_servers and found.same
+        self.matches_servers = self.matches_servers and found.same_weights
 
 
 # ── retraining ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,6 +178,11 @@ class Retrained:
     def same(self) -> bool:
         """Whether retraining reproduced all compared metrics and weights exactly."""
         return self.difference == 0 and not self.weights
+
+    @property
+    def same_weights(self) -> bool:
+        """Whether it reproduced the published weights; by the metrics where these are not stored."""
+        return self.difference == 0 if self.weights is None else self.weights == 0
 
 
 def restore(run: Run, trainer: TrainerClient, initial: WeightsRef, version: int) -> Retrained | None:

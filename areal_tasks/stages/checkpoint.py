@@ -135,7 +135,7 @@ def restored_weights(context: Context) -> WeightsRef | None:
 def _restored(context: Context, head: IterationCommit) -> WeightsRef | None:
     version = head.weights.version
     retrained = context.engines.actor.restored(version)
-    if retrained is None or retrained.same:
+    if retrained is None or retrained.same_weights:
         return None
     trainer = context.engines.actor.after(stage_of(context.run, head, "train"))
     ref = write_weights(context.run, trainer, version).ref

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,9 @@ def test_the_worst_of_several_replays() -> None:
     second = Retrained(first=5, iterations=1, difference=0.2, metric="entropy", iteration=5, loss=0.02)
     assert worst([first, second]) == Retrained(2, 3, 0.2, "entropy", 5, 0.5, 0.03)
     assert not second.same and Retrained(0, 2, 0.0, "loss", 0, 0.0).same and Retrained(0, 2, 0.0, "", 0).same
+    assert not (first.same_weights or second.same_weights)
+    rounded = replace(second, weights=0.0)  # metrics were computed on another processor
+    assert rounded.same_weights and not rounded.same
 
 
 def test_what_is_replayed_is_what_was_committed(tmp_path: Path) -> None:
