@@ -58,5 +58,11 @@ def url_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of `host:port`, whose host is as URLs write it."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_tasks.engines.ports import HOST, listen, url_host
+from areal_tasks.engines.ports import HOST, host_and_port, listen, url_host
 from areal_tasks.engines.tls import CERTIFICATE, KEY
 from areal_tasks.store.backend import Missing, Store, Unavailable, open_store
 from areal_tasks.store.commit import read_record
@@ -236,8 +236,7 @@ def await_meeting(spec: ServiceSpec, name: str) -> tuple[str, int]:
     records, meeting = open_store(spec.store_url), spec.model_copy(update={"name": name})
     while (url := registered(records, meeting)) is None:
         time.sleep(FIND_SECONDS)
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
+    return host_and_port(url.removeprefix("tcp://"))
 
 
 def register_meeting(spec: ServiceSpec, name: str, host: str, port: int) -> None:

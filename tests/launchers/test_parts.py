@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,24 +14,20 @@ import psutil
 import pytest
 from checkpoints import publish
 from listeners import beyond_loopback
-from processes import NETWORK
+from remote_sglang import memory_of, opened, supervised
 from torch.distributed import HashStore
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.external import FETCH
-from areal_tasks.engines.fetching import PREFIX, memory
-from areal_tasks.engines.service import ServiceSpec, part_name, server_of
+from areal_tasks.engines.service import part_name, server_of
 from areal_tasks.engines.sglang import parts as of_parts
 from areal_tasks.engines.sglang.from_store import LOAD
 from areal_tasks.engines.sglang.parts import Parts
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import Store, Unavailable
-from areal_tasks.store.objects.files import digest_of, read_weights
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
-from schemas.recipe.launcher import Launcher
 
-FAKE = Path(__file__).parents[1] / "sglang" / "fake"
 NAME = "inference-0"
 NAMES = [part_name(NAME, node) for node in range(2)]
 
@@ -43,20 +38,10 @@ def refs(s3_store: Store, tmp_path: Path) -> list[WeightsRef]:
 
 
 @pytest.fixture
-def supervisor(
-    s3_store: Store, refs: list[WeightsRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Supervisor]:
+def supervisor(s3_store: Store, refs: list[WeightsRef], tmp_path: Path) -> Iterator[Supervisor]:
     """A stand-in for SGLang on two machines, behind node agents; only its first part has been named to the caller."""
-    monkeypatch.syspath_prepend(FAKE)
-    recipe = {"seed": 0, "model": {"path": "m"}, "inference": {"engine": "sglang", "tensor_parallel": 2, "nodes": 2}}
-    settings = Launcher(type="processes:Processes", network=NETWORK, startup_seconds=600.0)
-    with Supervisor(s3_store, settings, tmp_path / "logs") as made:
-        for node, name in enumerate(NAMES):
-            spec = ServiceSpec(
-                name=name, node=node, restart=0, store_url=s3_store.url, run=tmp_path.name, owner=1, recipe=recipe,
-                weights=refs[0],
-            )  # fmt: skip
-            made.start("areal_tasks.engines.sglang", spec, group=NAME)
+    parts = [(name, node, NAME) for node, name in enumerate(NAMES)]
+    with supervised(s3_store, refs[0], tmp_path, parts, tensor_parallel=2, nodes=2) as made:
         yield made
 
 
@@ -92,7 +77,7 @@ def test_the_parts_meet_fetch_and_restart_together(
     assert beyond_loopback(children.values()) == {}
     order = {"model_path": s3_store.uri(refs[1].path), "weight_version": "1"}
     assert ask(supervisor, f"{url}{FETCH}", order) == {"success": True}
-    folder = memory() / f"{PREFIX}{os.getuid()}-{digest_of(read_weights(s3_store, refs[1]).files)}"
+    folder = memory_of(s3_store, refs[1])
     assert all(folder in opened(process) for process in children.values()), "each machine has them"
     assert ask(supervisor, f"{url}{LOAD}", order)["folder"] == order["model_path"], "each scheduler finds them itself"
     children[1].kill()
@@ -101,10 +86,6 @@ def test_the_parts_meet_fetch_and_restart_together(
     supervisor.retire(NAME)
     assert not supervisor.services
     wait_until(lambda: not of_sglang(s3_store), "the end of both")
-
-
-def opened(process: psutil.Process) -> list[Path]:
-    return [Path(os.readlink(link)) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────

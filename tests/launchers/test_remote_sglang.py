@@ -12,23 +12,14 @@ import httpx
 import psutil
 import pytest
 from checkpoints import publish
-from processes import NETWORK
+from remote_sglang import memory_of, opened, supervised
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.engines.fetching import PREFIX, memory
-from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.launchers.supervisor import Supervisor
 from areal_tasks.store.backend import Store
-from areal_tasks.store.objects.files import digest_of, read_weights
 from schemas.manifest import WeightsRef
-from schemas.recipe.launcher import Launcher
 
-FAKE = Path(__file__).parents[1] / "sglang" / "fake"
 NAMES = ["inference-0", "inference-1"]
-
-
-def memory_of(store: Store, ref: WeightsRef) -> Path:
-    return memory() / f"{PREFIX}{os.getuid()}-{digest_of(read_weights(store, ref).files)}"
 
 
 @pytest.fixture
@@ -37,19 +28,8 @@ def refs(s3_store: Store, tmp_path: Path) -> list[WeightsRef]:
 
 
 @pytest.fixture
-def supervisor(
-    s3_store: Store, refs: list[WeightsRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Supervisor]:
-    monkeypatch.syspath_prepend(FAKE)
-    settings = Launcher(type="processes:Processes", network=NETWORK, startup_seconds=600.0)
-    with Supervisor(s3_store, settings, tmp_path / "logs") as made:
-        for name in NAMES:
-            recipe = {"seed": 0, "model": {"path": "m"}, "inference": {"engine": "sglang"}}
-            spec = ServiceSpec(
-                name=name, restart=0, store_url=s3_store.url, run=tmp_path.name, owner=1, recipe=recipe,
-                weights=refs[0],
-            )  # fmt: skip
-            made.start("areal_tasks.engines.sglang", spec)
+def supervisor(s3_store: Store, refs: list[WeightsRef], tmp_path: Path) -> Iterator[Supervisor]:
+    with supervised(s3_store, refs[0], tmp_path, [(name, 0, "") for name in NAMES]) as made:
         yield made
 
 
@@ -88,11 +68,3 @@ def test_a_server_that_is_killed_leaves_nothing_in_memory(
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: not alive(server.pid))
     wait_until(lambda: not memory_of(s3_store, refs[1]).exists())
-
-
-def opened(process: psutil.Process) -> list[Path]:
-    """The folders that a process has open."""
-    try:
-        return [Path(os.readlink(link)) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-    except OSError:
-        return []

@@ -84,12 +84,13 @@ def run(spec: service.ServiceSpec, token: str) -> int:
 
 
 def start_within_attempts(
-    spec: service.ServiceSpec, command: Sequence[str], url: str, access: Access, meeting: str = ""
+    spec: service.ServiceSpec, command: Sequence[str], url: str, access: Access, meeting: str
 ) -> tuple[subprocess.Popen[bytes], bool]:
     """Start SGLang. Returns its process and whether it is ready, once it is or has ended before that.
 
     SGLang measures free memory twice and counts the difference as its own. If it ended and other processes took memory
-    meanwhile, such as another run's trainer that starts, it is restarted; parts that meet are so by the supervisor.
+    meanwhile, such as another run's trainer that starts, it is restarted. With a `meeting` point the
+    supervisor restarts all parts of the server instead.
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from areal_tasks.engines.fetching import Fetched, weights_folder
+from areal_tasks.engines.ports import host_and_port
 from areal_tasks.engines.trainer.ranks import serve_store
 from areal_tasks.store.backend import Unavailable, open_store
 from schemas.errors import UserError
@@ -64,8 +65,7 @@ def _outcome(fetch: Callable[[str], object], source: str) -> str:
 
 def meet(settings: Any) -> Parts:
     """Join the other parts, by SGLang's settings; those after the first follow in a thread."""
-    host, _, port = str(settings.dist_init_addr).rpartition(":")
-    at = host.strip("[]"), int(port)
+    at = host_and_port(settings.dist_init_addr)
     if settings.node_rank == 0:
         return Parts(serve_store(*at, settings.nnodes), settings.nnodes)
     parts = Parts(dist.TCPStore(*at, settings.nnodes, False, _FOREVER, wait_for_workers=False), settings.nnodes)
