@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 
 
-def read_recipe(name: str) -> dict[str, Any]:
+def read_recipe(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """`{values, folder}`: every field of the recipe, and the folder to which its relative paths refer."""
-    return {"values": load_recipe(name).model_dump(mode="json"), "folder": str(Path.cwd())}
+    return {"values": load_recipe(name, overrides).model_dump(mode="json"), "folder": str(Path.cwd())}
 
 
 def this_folder() -> dict[str, str]:

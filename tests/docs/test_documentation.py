@@ -116,7 +116,8 @@ def check_deployment(name: str, arguments: list[str]) -> None:
     for value in arguments:
         if value.startswith("overrides=") and flow != "replay":
             [build] = recipes[flow, deployment]
-            with_overrides(load_recipe(build["flows.deploy.read_recipe"]["name"]), value.removeprefix("overrides="))
+            read = build["flows.deploy.read_recipe"]
+            with_overrides(load_recipe(read["name"], read.get("overrides", ())), value.removeprefix("overrides="))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,12 +11,15 @@ from prefect.utilities.callables import parameter_schema
 from prefect_api import ask
 from servers import ROOT, Up
 
+from areal_tasks.launchers.cluster import Resources
+from areal_tasks.launchers.placement import service_needs
+from areal_tasks.stages.graphs import iteration_plan
 from flows.cli import automations
 from flows.cli.processes import POOL
 from flows.evaluate import evaluate
 from flows.rlhf import rlhf
 from flows.sft import sft
-from schemas.recipe.load import RECIPES, parse_recipe
+from schemas.recipe.load import RECIPES, load_recipe, parse_recipe
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,21 @@ def test_every_deployment_has_a_recipe_that_its_flow_accepts(deployments: list[d
         recipe = parse_recipe(deployment["parameters"]["recipe"])
         assert deployment["entrypoint"] == f"flows.{recipe.flow}.{recipe.flow}"
         assert deployment["enforce_parameter_schema"]
+
+
+@pytest.mark.parametrize("cluster", ["ray", "slurm"])
+def test_those_for_clusters_differ_in_where_services_run_and_share_no_gpus(
+    deployments: list[dict[str, Any]], cluster: str
+) -> None:
+    [one] = [d for d in deployments if d["name"] == f"gsm8k-{cluster}"]
+    recipe = parse_recipe(one["parameters"]["recipe"])
+    assert recipe.launcher.type == cluster
+    values, plain = recipe.model_dump(), load_recipe("gsm8k").model_dump()
+    assert {name for name in plain if values[name] != plain[name]} == {"launcher", "inference"}
+    assert values["inference"] == plain["inference"] | {"memory_fraction": 0}
+    needs = service_needs(recipe, external=False)
+    assert {needs[name] for name in ("trainer", "inference-0")} == {Resources(4, 1, 0)}
+    assert iteration_plan(recipe, 0).stages
 
 
 def test_every_deployment_runs_in_this_folder(deployments: list[dict[str, Any]]) -> None:
