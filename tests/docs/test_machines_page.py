@@ -69,3 +69,19 @@ def test_what_the_containers_name_exists() -> None:
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert len(copied) >= 8
     assert not [name for name in copied if not (ROOT / name).exists()]
+
+
+def test_the_manifest_for_kuberay_runs_what_the_image_has() -> None:
+    cluster, policy = yaml.safe_load_all((ROOT / "deployments" / "ray" / "kuberay.yaml").read_text())
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    containers = [group["template"]["spec"]["containers"][0] for group in groups]
+    assert {one["envFrom"][0]["secretRef"]["name"] for one in containers} == {cluster["metadata"]["name"]}
+    assert all("readinessProbe" in one and "livenessProbe" in one for one in containers), "KubeRay's need a dashboard"
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": cluster["metadata"]["name"]}
+    script = ROOT / Path(containers[-1]["command"][0]).relative_to("/src")
+    assert script.stat().st_mode & 0o111, "Kubernetes starts it by its name"
+    for one in containers[:-1]:
+        echoed = {"KUBERAY_GEN_RAY_START_CMD": """echo start --resources='{"a": 1}' --block""", "PATH": "/usr/bin:/bin"}
+        command = [word.replace("65536", "1024").replace("exec ", "") for word in one["command"]]
+        done = subprocess.run(command, env=echoed, capture_output=True, text=True, check=True)
+        assert done.stdout == 'start --resources={"a": 1} --block\n'
