@@ -147,7 +147,7 @@ class Agent:
         self.identity = identity
         self.folder = folder
         self._log = folder / "service.log"
-        self._log.touch()
+        self._written = os.open(self._log, os.O_RDONLY | os.O_CREAT, 0o600)  # read while the folder is removed, too
         self._launcher = LocalLauncher()
         self._handle: LocalHandle | None = None
         self._lock = threading.Lock()
@@ -175,7 +175,8 @@ class Agent:
         """Renew the lease; wait for the service's end or log. The flow has the log up to the position that it names."""
         if not self.lost:  # the request may have waited while this process, or its machine, was stopped
             self._renewed = time.monotonic()
-        rotate(self._log, order.log_from)
+        if not self.released:
+            rotate(self._log, order.log_from)
         if self._handle is not None and (self._measuring is None or self._measuring.done()):
             # in the background: the lease must not wait for an `nvidia-smi` that hangs
             self._measuring = asyncio.ensure_future(self._measure(self._handle))
@@ -192,9 +193,7 @@ class Agent:
         """
         found = self._exit_code()  # read before the log, which is complete after the end
         code = None if self.released else found
-        with self._log.open("rb") as file:
-            file.seek(log_from)
-            part = file.read(LOG_BYTES)
+        part = os.pread(self._written, LOG_BYTES, log_from)
         return State(exit_code=code if len(part) < LOG_BYTES else None, log=part, usage=self._usage)
 
     async def _measure(self, handle: LocalHandle) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ FAKE = Path(__file__).parents[1] / "sglang" / "fake"
 def supervised(
     store: Store, weights: WeightsRef, tmp_path: Path, parts: Iterable[tuple[str, int, str]], **inference: Any
 ) -> Iterator[Supervisor]:
-    """A supervisor of services of SGLang, each given by its name, the number of its machine, and its group."""
+    """A supervisor of services of SGLang, each given by its name, the number of its machine, and its group.
+
+    A stand-in has a process that leaves its session, and so outlives a service that is killed: it is ended here.
+    """
     recipe = {"seed": 0, "model": {"path": "m"}, "inference": {"engine": "sglang", **inference}}
     settings = Launcher(type="processes:Processes", network=NETWORK, startup_seconds=600.0)
     with pytest.MonkeyPatch.context() as patch, Supervisor(store, settings, tmp_path / "logs") as made:
@@ -39,6 +42,18 @@ def supervised(
             )  # fmt: skip
             made.start("areal_tasks.engines.sglang", spec, group=group)
         yield made
+    for process in processes_of(store):
+        process.kill()
+
+
+def processes_of(store: Store) -> list[psutil.Process]:
+    """The processes of stand-ins that know this store."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("AREALFLOW_STORE") == store.url:
+                found.append(process)
+    return found
 
 
 def memory_of(store: Store, ref: WeightsRef) -> Path:

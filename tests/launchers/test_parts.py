@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import psutil
 import pytest
 from checkpoints import publish
 from listeners import beyond_loopback
-from remote_sglang import memory_of, opened, supervised
+from remote_sglang import memory_of, opened, processes_of, supervised
 from torch.distributed import HashStore
 from waiting import LIMIT, wait_until
 
@@ -55,13 +55,10 @@ def ask(supervisor: Supervisor, url: str, order: Any = None) -> Any:
 def of_sglang(store: Store) -> dict[int, psutil.Process]:
     """The processes of the two parts' children, by the number of their machine."""
     found = {}
-    for process in psutil.process_iter():
-        try:
-            line, environment = process.cmdline(), process.environ()
-        except psutil.Error:
-            continue
-        if "areal_tasks.engines.sglang.child" in line and environment.get("AREALFLOW_STORE") == store.url:
-            found[int(line[line.index("--node-rank") + 1])] = process
+    for process in processes_of(store):
+        with suppress(psutil.Error):
+            if "areal_tasks.engines.sglang.child" in (line := process.cmdline()):
+                found[int(line[line.index("--node-rank") + 1])] = process
     return found
 
 

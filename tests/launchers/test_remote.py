@@ -262,6 +262,14 @@ def test_an_agent_that_is_asked_to_end_does_not_report_the_end_of_its_service(
         agent.stop(node_agent.Stop(grace_seconds=0.0))
 
 
+def test_a_question_while_the_folder_is_removed_is_answered(tmp_path: Path) -> None:
+    agent = agent_in(tmp_path)
+    (tmp_path / "service.log").write_bytes(b"the last words")
+    agent.release()
+    (tmp_path / "service.log").unlink()
+    assert asyncio.run(agent.poll(node_agent.Poll(seconds=0.0, log_from=4))).log == b"last words"
+
+
 def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:
     supervisor = begin("ready", network="::1/128")
     [url] = supervisor.wait(["ready"])
