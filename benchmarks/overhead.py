@@ -28,8 +28,8 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.stages import build, generation, loop, stage
 from areal_tasks.stages.loop import Loop
 from areal_tasks.store.backend import Store, open_store
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import open_run
 from benchmarks.bare_loop import bare_run, machine
 from flows.cli.machine import free_port
 from flows.server import SERVER_SETTINGS

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.runs import Run, load_run
 from benchmarks.scale_rows import flat_rows, iteration_tables
 from benchmarks.store import commit_stage
 from schemas.manifest import IterationCommit, StageRef, WeightsRef

@@ -24,9 +24,10 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import commit_once, new_attempt
 from areal_tasks.store.keys import combine_digests, digest_json
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run, open_run, stage_ref
+from areal_tasks.store.runs import Run, stage_ref
 from areal_tasks.store.shards import content_digest, encode, read_table, write_table
 from schemas.manifest import IterationCommit, StageManifest, StageRef, TableRef, WeightsRef
 from schemas.recipe.load import load_recipe

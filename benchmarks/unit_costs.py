@@ -32,8 +32,8 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.rollout.spooling import Writer
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.objects.local import LocalBackend
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import write_table
 from areal_tasks.workflows import Prompt, Sample, SingleTurn, WorkflowContext, samples_to_table
 from benchmarks.bare_loop import machine

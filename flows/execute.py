@@ -36,7 +36,8 @@ from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, Unavailable
 from areal_tasks.store.fork import Origin, read_fork
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.runs import HeadMoved, Run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import HeadMoved, Run
 from flows.background import ServiceLogs, ServiceSamples
 from flows.credentials import load_s3_keys
 from flows.home import add_import_folder, logs_folder
@@ -168,23 +169,23 @@ def _start(
     """One start of the run: from its last commit to its last iteration."""
     startup, flow_run_id = Startup(), flow_run.get_id() or ""
     checked = check_inputs(recipe, name, origin)
-    recipe, origin, store, log = checked.recipe, checked.origin, checked.stored.store, get_run_logger()
+    recipe, stored, log = checked.recipe, checked.stored, get_run_logger()
+    store = stored.store
     run = open_run(
         store,
         name,
         recipe,
-        origin=origin,
         segments=segments,
         prefect_flow_run_id=flow_run_id,
-        stored=checked.stored,
+        stored=stored,
         claims=budget.claims,
     )
     log.info("run %s in %s, start #%d", name, store.url, run.owner)
-    if origin is not None:
-        log.info("run %s is %s", name, origin)
+    if stored.origin is not None:
+        log.info("run %s is %s", name, stored.origin)
     if kept := checked.kept:
         log.info("run %s keeps its recorded values, whose defaults have changed since: %s", name, overrides_text(kept))
-    if changed := checked.stored.changed:
+    if changed := stored.changed:
         log.info("run %s keeps what `arealflow set` has changed: %s", name, overrides_text(changed))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
     budget.progressed()

@@ -33,7 +33,7 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
 def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) -> RlhfRecipe:
     """Run the recipe's SFT recipe; the recipe with the last weights of that run. A fork has its parent's: unchanged."""
     first, warm = warm_start(recipe, name)
-    if with_restarts(lambda _: check_inputs(recipe, name, origin)).origin:  # checks both runs, before the first
+    if with_restarts(lambda _: check_inputs(recipe, name, origin)).stored.origin:  # checks both runs, before the first
         return recipe
     sft(first, run=sft_run_name(name))
     return warm

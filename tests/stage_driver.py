@@ -28,8 +28,8 @@ from areal_tasks.stages.stage import Context
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.opening import read_stored_run
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.opening import open_run, read_stored_run
+from areal_tasks.store.runs import Run, load_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import parse_recipe
 from schemas.recipe.recipe import Recipe
@@ -102,9 +102,10 @@ def drive(
     With `waits` each iteration makes a checkpoint, and waits for it.
     """
     store = store or store_in(folder)
-    stored = read_stored_run(store, name)
+    stored = read_stored_run(store, name, origin)
     recipe, _ = stored.recipe_to_continue(recipe)
-    run = open_run(store, name, recipe, origin=origin, segments=segments, stored=stored)
+    stored.check(recipe)
+    run = open_run(store, name, recipe, segments=segments, stored=stored)
     with Engines(run, recipe, folder / "logs", generates=not run.record.counterfactual) as engines:
         loop = loop_of(run)(run, recipe, engines, retrying(execute))
         if waits:

@@ -11,7 +11,7 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.recipe.filters import REASONS
+from schemas.recipe.sections import REASONS
 from schemas.views import reward_or_null
 
 DIGITS: Final = 5  # significant; a screen shows three

@@ -9,7 +9,7 @@ from statistics import fmean
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.user_code import find_function
 from areal_tasks.workflows import Sample
-from schemas.recipe.filters import Filters
+from schemas.recipe.sections import Filters
 
 #: Called with a group's samples and their rewards (NaN: none); returns why the group is rejected, or None.
 Function = Callable[[list[Sample], list[float]], str | None]

@@ -18,7 +18,7 @@ from areal_tasks.rewards.protocol import Row
 from areal_tasks.rollout.filters import Function, rejection, rejection_by
 from areal_tasks.store.parallel import in_background
 from areal_tasks.workflows import Sample
-from schemas.recipe.filters import Filters
+from schemas.recipe.sections import Filters
 from schemas.tables import JUDGED
 
 

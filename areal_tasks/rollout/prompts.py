@@ -10,9 +10,8 @@ import pyarrow as pa
 from areal_tasks.data.sampler import position, row_of_group
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.workflows import Prompt, WorkflowContext
-from schemas.recipe.filters import Filters
 from schemas.recipe.recipe import EvaluateRecipe, RlhfRecipe
-from schemas.recipe.sections import Rollout
+from schemas.recipe.sections import Filters, Rollout
 
 #: The columns of `prompts` that a group reads.
 PROMPT_COLUMNS: Final = ("prompt_id", "prompt", "answer", "input_ids")

@@ -17,7 +17,6 @@ from typing import Any, Final
 from areal_tasks.engines.session import Engines
 from areal_tasks.garbage import rare_collections
 from areal_tasks.stages.build import Built, PrefectIds, carried, find_built
-from areal_tasks.stages.changing import Changes
 from areal_tasks.stages.checkpoint import Checkpoints, restored_weights
 from areal_tasks.stages.generation import Generation, groups_of
 from areal_tasks.stages.graphs import evaluates, evaluates_at_end, iteration_plan, iterations
@@ -26,6 +25,7 @@ from areal_tasks.stages.overlap import Overlap, Results
 from areal_tasks.stages.planner import Plan
 from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage, demonstrations
+from areal_tasks.store.changes import Changes
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now

@@ -17,11 +17,10 @@ from areal_tasks.launchers.gpus import place_recipe, visible_gpus
 from areal_tasks.rewards.load import BUILT_IN, check_module
 from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.fork import Origin, check_forkable, inherit_model
+from areal_tasks.store.fork import Origin, inherit_model
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.opening import StoredRun, read_stored_run
 from areal_tasks.store.paths import run_record
-from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
@@ -70,7 +69,7 @@ def check_code(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """A recipe that a start may use, what the store holds of the run, and the origin of a derived run.
+    """A recipe that a start may use, and what the store holds of the run.
 
     `kept`: by dotted path, the recorded values that the run keeps although their defaults have changed.
     """
@@ -78,7 +77,6 @@ class Checked:
     recipe: Recipe
     kept: Mapping[str, Any]
     stored: StoredRun
-    origin: Origin | None
 
 
 def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -> Checked:
@@ -94,24 +92,20 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     parent; or model, data, or the module of the verifier do not exist.
     """
     store, first = usable_store(recipe.store.url), None
-    stored = read_stored_run(store, name) if name else StoredRun(store, name)
-    origin = origin or stored.fork
-    if origin is not None and origin.kind == "fork":
-        parent = load_run(store, origin.parent)
-        if stored.record is None:
-            check_forkable(parent, origin.iteration)
-        recipe = inherit_model(parent, origin.iteration, recipe)
+    stored = read_stored_run(store, name, origin) if name else StoredRun(store, name)
+    if stored.parent and stored.origin and stored.origin.kind == "fork":
+        recipe = inherit_model(stored.parent, stored.origin.iteration, recipe)
     elif isinstance(recipe, RlhfRecipe) and recipe.model.warm_start:
         first, recipe = warm_start(recipe, name)
     recipe, kept = stored.recipe_to_continue(recipe)
-    stored.check(recipe, origin)
+    stored.check(recipe)
     if first is not None:
         check_inputs(first, sft_run_name(name) if name else "")
-    if stored.record is None and origin is None:
+    if stored.record is None and stored.origin is None:
         _check_sources(recipe, store, first is None)
     if not isinstance(recipe, SftRecipe):
         check_module(recipe.reward.verifier)
-    return Checked(recipe, kept, stored, origin)
+    return Checked(recipe, kept, stored)
 
 
 def _check_sources(recipe: Recipe, store: Store, own_model: bool) -> None:

@@ -6,17 +6,26 @@ change, in order. The segment contains the change and applies from an iteration 
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import commit_once, new_attempt, records_from
-from areal_tasks.store.history.journal import current_user
+from areal_tasks.store.history.journal import Details, append_log, current_user
 from areal_tasks.store.provenance import now
+from schemas.errors import UserError
 from schemas.manifest import Change, ChangeRecord, Segment
+from schemas.recipe.recipe import Recipe
+from schemas.recipe.recorded import with_values
+
+if TYPE_CHECKING:
+    from areal_tasks.store.runs import Run
+
+log = logging.getLogger(__name__)
 
 
 def last_change(segments: Sequence[Segment]) -> int:
@@ -46,3 +55,34 @@ def describe(change: Change) -> str:
     """`rollout.pace=3 (ann@host, 2026-11-24 00:31:05)`."""
     values = ", ".join(f"{path}={value}" for path, value in change.values.items())
     return f"{values} ({change.user}@{change.host}, {change.time[:19].replace('T', ' ')})"
+
+
+class Changes:
+    """Applies requested changes. `check` raises UserError for a recipe to which the run's services cannot change."""
+
+    def __init__(self, check: Callable[[Recipe], None]) -> None:
+        self._check = check
+        self._refused = 0  # number of the last change that could not be applied
+
+    def apply(self, run: Run, recipe: Recipe, first: int) -> tuple[Run, Recipe]:
+        """The run and its newest recipe with all pending changes, in force from iteration `first` on."""
+        for change in requested_changes(run.store, run.name, max(last_change(run.segments), self._refused)):
+            try:
+                changed = with_values(recipe, change.values)
+                self._check(changed)
+            except UserError as error:  # this start has another recipe than the one that the change was checked with
+                log.warning("%s cannot be put into force here: %s", describe(change), error)
+                note(run, "refused", change, {"why": str(error)})
+                self._refused = change.n
+                continue
+            run, recipe = run.with_change(change, first, changed), changed
+            begin = run.segments[-1].from_iteration
+            log.info("from iteration %d on: %s", begin, describe(change))
+            note(run, "changed", change, {"from_iteration": begin})
+        return run, recipe
+
+
+def note(run: Run, action: str, change: Change, details: Details) -> None:
+    """Write to the run's log whether a change was applied."""
+    asked: dict[str, Any] = {"owner": run.owner, "change": change.n, "by": f"{change.user}@{change.host}"}
+    append_log(run.store, run.name, action, {**asked, **change.values, **details})

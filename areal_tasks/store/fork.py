@@ -21,7 +21,7 @@ from areal_tasks.store.objects.inventory import check_file, check_size
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import files_of, newest_written, published_weights
-from areal_tasks.store.retention.tombstones import check_kept
+from areal_tasks.store.retention.tombstones import check_kept, check_run_kept
 from schemas.errors import UserError
 from schemas.manifest import FileRef, Reference, RunRecord, WeightsRef
 from schemas.recipe.recipe import BaseRecipe
@@ -103,8 +103,11 @@ def check_forkable(parent: Run, iteration: int) -> None:
     check_iteration(parent, iteration)
 
 
-def check_iteration(parent: Run, iteration: int) -> None:
-    """UserError unless all iterations of `parent` before this one are committed, and the last of them was trained."""
+def check_iteration(parent: Run, iteration: int) -> int:
+    """How many iterations `parent` has committed.
+
+    UserError unless all before this one are, and the last of them was trained.
+    """
     committed = parent.committed
     if iteration > committed:
         has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
@@ -115,6 +118,7 @@ def check_iteration(parent: Run, iteration: int) -> None:
             f"Run {record.run!r} is a replay that ends with {record.replay_until} and trained nothing, so no run can "
             f"continue from its iteration {iteration}: replay it from train, or fork {record.parent!r}."
         )
+    return committed
 
 
 def commits_needed(origin: Origin, end: int) -> range:
@@ -167,6 +171,20 @@ def _max_gap(run: Run, k: int) -> float:
     gap = float(origin_run.recipe_at(k)["algorithm"]["max_logprob_gap"])
     original = origin_run.parent if origin_run.record.counterfactual and gap == MAX_LOGPROB_GAP else None
     return gap if original is None else _max_gap(original, k)
+
+
+def attach_to_parent(parent: Run, derived: str, origin: Origin) -> None:
+    """Write a reference into the parent, and check that the files it protects still exist.
+
+    A fork refers to the iterations before it; a replay to every iteration that is committed now.
+    """
+    store, committed = parent.store, check_iteration(parent, origin.iteration)
+    loaded = check_first_start(parent, origin)  # before the reference is written
+    needed = origin.iteration if origin.kind == "fork" else committed
+    existing = write_reference(store, parent.name, derived, needed, origin.kind)
+    check_run_kept(store, parent.name)
+    commits = parallel(parent.commit, commits_needed(origin, existing.iteration))
+    check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])
 
 
 def write_reference(store: Store, parent: str, derived: str, iteration: int, kind: str) -> Reference:

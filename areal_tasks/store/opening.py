@@ -1,12 +1,14 @@
-"""The state of a run in the store when its flow starts, read once, and whether a recipe may continue the run.
+"""How a start of a flow opens its run: what the store has of it, whether a recipe may continue it, and the claim.
 
 A run's recipe is a list of segments: each is the same recipe with more iterations, or with a change by `arealflow set`.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -15,42 +17,50 @@ from pydantic import ValidationError
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.changes import changed_fields
-from areal_tasks.store.commit import checked_last_number, find_record, missing_before, read_record, records_from
-from areal_tasks.store.fork import Origin, check_origin, origin_of
+from areal_tasks.store.commit import (
+    append_record,
+    checked_last_number,
+    commit_once,
+    find_record,
+    missing_before,
+    new_attempt,
+    read_record,
+)
+from areal_tasks.store.fork import Origin, attach_to_parent, check_origin, log_derivation, origin_of
 from areal_tasks.store.keys import semantic_values
+from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
+from areal_tasks.store.runs import ITERATIONS, Run, check_name, load_run, read_segments, superseded
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, RunRecord, Segment
+from schemas.manifest import PROMPT_ORDER, IterationCommit, OwnerRecord, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe
 from schemas.recipe.recorded import keep_recorded, read_recorded, value_at, with_values
 
 R = TypeVar("R", bound=BaseRecipe)
 Difference = dict[str, tuple[Any, Any]]  # field -> the run's value, the recipe's value
 
-NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
-ITERATIONS: Final = "schedule.iterations"
 _UNSET: Final = "unset"
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as the store has it; all fields of a new run are empty.
+    """A run as the store has it; of a new one only where it will come from.
 
     Attributes:
+        origin: where a derived run comes from.
+        parent: the run it is derived from.
         owner: the number of the last start of its flow.
         head: its own last commit, not one of its parent.
     """
 
     store: Store
     name: str
+    origin: Origin | None = None
+    parent: Run | None = None
     record: RunRecord | None = None
     segments: tuple[Segment, ...] = ()
     owner: int = 0
     head: IterationCommit | None = None
-
-    @property
-    def fork(self) -> Origin | None:
-        return origin_of(self.record) if self.record and self.record.kind == "fork" else None
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -69,18 +79,19 @@ class StoredRun:
         recipe = with_values(recipe, self.changed) if self.changed else recipe
         return keep_recorded(recipe, self.segments[-1].recipe)
 
-    def check(self, recipe: BaseRecipe, origin: Origin | None = None) -> None:
-        """UserError unless a start with this recipe and origin can continue the run, or the run is new."""
+    def check(self, recipe: BaseRecipe) -> None:
+        """UserError unless a start with this recipe can continue the run, or the run is new."""
         if self.record is not None:
-            check_origin(self.record, origin)
             check_same_recipe(self.name, self.record.flow, recipe, self.segments)
 
 
-def read_stored_run(store: Store, name: str) -> StoredRun:
+def read_stored_run(store: Store, name: str, origin: Origin | None = None) -> StoredRun:
     """The run `name` as the store has it. Writes nothing.
 
-    Raises UserError: the name is invalid; the run was removed; or a record is damaged, or is missing although later
-    records exist.
+    `origin`: where a new run, or the existing one, is to come from; None for no new derived run.
+
+    Raises UserError: the name is invalid; the run was removed, or has another origin; or a record is damaged, or is
+    missing although later records exist.
     """
     check_name(name)
     check_run_kept(store, name)
@@ -88,29 +99,112 @@ def read_stored_run(store: Store, name: str) -> StoredRun:
     if record is None:
         if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
             raise missing_before(store, paths.run_record(name))
-        return StoredRun(store, name)
+        return StoredRun(store, name, origin, load_run(store, origin.parent) if origin else None)
+    check_origin(record, origin)
+    parent = load_run(store, record.parent) if record.parent else None
     last = checked_last_number(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
     owner = checked_last_number(store, lambda n: paths.owner(name, n), 1)
-    segments = read_segments(store, name)
+    stored = StoredRun(store, name, origin_of(record), parent, record, read_segments(store, name), owner)
     if last < record.parent_iteration:
-        return StoredRun(store, name, record, segments, owner)
+        return stored
     head = read_record(store, paths.iteration_commit(name, last), IterationCommit)
-    if head.segment >= len(segments):
-        raise missing_before(store, paths.segment(name, len(segments)))
+    if head.segment >= len(stored.segments):
+        raise missing_before(store, paths.segment(name, len(stored.segments)))
     if head.provenance.owner > owner:
         raise missing_before(store, paths.owner(name, owner + 1))
-    return StoredRun(store, name, record, segments, owner, head)
+    return replace(stored, head=head)
 
 
-def check_name(name: str) -> None:
-    """UserError unless `name` can be a run's name."""
-    if not NAME.fullmatch(name):
-        raise UserError(f"{name!r} cannot name a run: use lower-case letters, digits, '.', '_' and '-' (run=NAME).")
+def open_run(
+    store: Store,
+    name: str,
+    recipe: BaseRecipe,
+    *,
+    origin: Origin | None = None,
+    segments: Sequence[tuple[int, BaseRecipe]] = (),
+    prefect_flow_run_id: str = "",
+    stored: StoredRun | None = None,
+    claims: set[str] | None = None,
+) -> Run:
+    """Create the run, or continue it from its head, as its next owner.
+
+    The recipe's semantic fields must be the run's own (see `StoredRun.recipe_to_continue`), but it may have more
+    iterations (a new segment).
+
+    Args:
+        origin: the parent, for a derived run whose `stored` is not given. Not needed to continue an existing fork.
+        segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
+        stored: what the store holds of the run, if the caller has read it, and checked the recipe against it.
+        claims: of a caller that may start the run several times: what identifies its starts; this one is added.
+
+    Raises:
+        UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
+            and remedies are named.
+        Superseded: another process has started the run since the last of `claims`.
+    """
+    if stored is None:
+        stored = read_stored_run(store, name, origin)
+        stored.check(recipe)  # before the claim fences off a running start
+    record = stored.record
+    if record is None:
+        record, mine = _create(stored, recipe)
+        if not mine:  # another start has created it meanwhile, perhaps with another recipe or origin
+            read_stored_run(store, name, stored.origin).check(recipe)
+        elif stored.origin is not None:
+            log_derivation(store, name, stored.origin, prefect_flow_run_id)
+    owner = _claim(store, name, stored.owner, prefect_flow_run_id, set() if claims is None else claims)
+    check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
+    segments_now = read_segments(store, name, stored.segments)
+    run = Run(store, name, record, owner, segments_now, stored.head, stored.parent)
+    for first, part in segments[len(run.segments) :]:
+        run = run.with_segment(first, part)
+    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
+        run = run.with_segment(run.committed if run.segments else run.first, recipe)
+    check_same_recipe(run.name, record.flow, recipe, run.segments)  # a concurrent start may have won
+    return run
 
 
-def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tuple[Segment, ...]:
-    """All segments of a run, in order, of which the first are `known`."""
-    return (*known, *records_from(store, partial(paths.segment, run), len(known), Segment))
+def _create(stored: StoredRun, recipe: BaseRecipe) -> tuple[RunRecord, bool]:
+    """The record of a new run, and whether this start has created it."""
+    origin, parent = stored.origin, stored.parent
+    if origin and parent:
+        attach_to_parent(parent, stored.name, origin)
+    record = RunRecord(
+        run=stored.name,
+        flow=recipe.flow,
+        seed=recipe.seed,
+        attempt=new_attempt(),
+        order=parent.record.order if parent else PROMPT_ORDER,
+        **(origin.recorded() if origin else {}),
+        provenance=make_provenance(0, now()),
+    )
+    return commit_once(stored.store, paths.run_record(stored.name), record)
+
+
+def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str, claims: set[str]) -> int:
+    """Claim the next owner number after `last`, or a later one if others have claimed since, and return it.
+
+    With earlier `claims` of this process the owner before must be one of them. They include claims of unknown outcome.
+    """
+    restarts = bool(claims)
+
+    def owner(n: int) -> OwnerRecord:
+        """The record of this process as the n-th owner."""
+        if restarts and n > 1:
+            before = read_record(store, paths.owner(name, n - 1), OwnerRecord)
+            if before.attempt not in claims:
+                raise superseded(name, f"owner {n - 1} is a process of {before.host}")
+        claims.add(attempt := new_attempt())
+        return OwnerRecord(
+            n=n,
+            attempt=attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=now(),
+            prefect_flow_run_id=prefect_flow_run_id,
+        )
+
+    return append_record(store, partial(paths.owner, name), last + 1, owner).n
 
 
 def check_same_recipe(name: str, flow: str, recipe: BaseRecipe, segments: tuple[Segment, ...]) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store, StoreError
 from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import (
-    append_record,
     bytes_digest,
     commit_once,
     decode,
@@ -22,45 +19,19 @@ from areal_tasks.store.commit import (
     last_number,
     new_attempt,
     read_record,
+    records_from,
 )
-from areal_tasks.store.fork import (
-    Origin,
-    check_all_kept,
-    check_first_start,
-    check_iteration,
-    commits_needed,
-    log_derivation,
-    write_reference,
-)
-from areal_tasks.store.opening import (
-    ITERATIONS,
-    NAME,
-    StoredRun,
-    check_name,
-    check_same_recipe,
-    only_extends,
-    read_segments,
-    read_stored_run,
-    recipe_difference,
-)
-from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
 from schemas.errors import UserError
-from schemas.manifest import (
-    PROMPT_ORDER,
-    Change,
-    IterationCommit,
-    OwnerRecord,
-    RunRecord,
-    Segment,
-    StageManifest,
-    StageRef,
-)
+from schemas.manifest import Change, IterationCommit, RunRecord, Segment, StageManifest, StageRef
 from schemas.recipe.recipe import BaseRecipe
 from schemas.recipe.recorded import read_recorded, value_at, with_values
 
 R = TypeVar("R", bound=BaseRecipe)
+
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
+ITERATIONS: Final = "schedule.iterations"
 
 
 class Superseded(UserError):
@@ -79,7 +50,10 @@ class CommittedStage:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, opened by one start of its flow. `owner` is 0 for a reader; `known` is a commit of this run, if any."""
+    """A run, opened by one start of its flow. `owner` is 0 for a reader.
+
+    What has been read already: `known`, a commit of this run, and `known_parent`.
+    """
 
     store: Store
     name: str
@@ -87,10 +61,13 @@ class Run:
     owner: int
     segments: tuple[Segment, ...]
     known: IterationCommit | None = None
+    known_parent: Run | None = None
 
     @cached_property
     def parent(self) -> Run | None:
         """The run this one was forked from."""
+        if self.known_parent is not None:
+            return self.known_parent
         return load_run(self.store, self.record.parent) if self.record.parent else None
 
     @property
@@ -105,21 +82,20 @@ class Run:
         return self.record.parent_iteration
 
     def head(self) -> IterationCommit | None:
-        """The last commit (of the parent, when this run has none of its own); O(log n) reads and no listing.
-
-        The search begins at `known`, so that a start that has just read it asks once.
-        """
-        begin = self.known.iteration if self.known else self.first - 1
-        last = last_number(self.store, partial(paths.iteration_commit, self.name), begin + 1)
-        if self.known is not None and last == begin:
+        """The last commit (of the parent, when this run has none of its own)."""
+        last = self.committed - 1
+        if self.known is not None and last == self.known.iteration:
             return self.known
         return self.commit(last) if last >= 0 else None
 
     @property
     def committed(self) -> int:
-        """How many iterations are committed, those of the parent before the fork included."""
-        head = self.head()
-        return 0 if head is None else head.iteration + 1
+        """How many iterations are committed, those of the parent before the fork included.
+
+        O(log n) requests and no listing; the search begins at `known`, so that a start that has just read it asks once.
+        """
+        begin = self.known.iteration + 1 if self.known else self.first
+        return last_number(self.store, partial(paths.iteration_commit, self.name), begin) + 1
 
     @property
     def planned(self) -> int:
@@ -162,7 +138,7 @@ class Run:
             )
         if not mine:
             winner = existing.provenance.owner
-            raise _superseded(self.name, f"owner {winner} has committed iteration {commit.iteration}")
+            raise superseded(self.name, f"owner {winner} has committed iteration {commit.iteration}")
         return existing
 
     def segment_at(self, k: int) -> Segment:
@@ -193,7 +169,23 @@ class Run:
         Raises Superseded: a later start of the flow owns the run.
         """
         self.check_owner()
-        return _with_segment(self, first, recipe, change)
+        return self.with_segment(first, recipe, change)
+
+    def with_segment(self, first: int, recipe: BaseRecipe, change: Change | None = None) -> Run:
+        """The run with one more segment: `recipe` from iteration `first` on, or what another start has written there.
+
+        It is in force no earlier than the segment before it.
+        """
+        segment = Segment(
+            n=len(self.segments),
+            from_iteration=max([first, *(segment.from_iteration for segment in self.segments)]),
+            attempt=new_attempt(),
+            recipe=recipe.model_dump(mode="json"),
+            change=change,
+            provenance=make_provenance(self.owner, now()),
+        )
+        existing, _ = commit_once(self.store, paths.segment(self.name, segment.n), segment)
+        return replace(self, segments=(*self.segments, existing))
 
     def find_stage(self, k: int, stage: str, key: str) -> CommittedStage | None:
         """The committed result of a stage under this key: in this run, or in the parent before the fork."""
@@ -220,61 +212,21 @@ class Run:
     def check_owner(self) -> None:
         """Raise `Superseded` unless this start of the flow still owns the run."""
         if self.owner == 0 or not self.is_current_owner():
-            raise _superseded(self.name, f"owner {self.owner} is no longer the last")
+            raise superseded(self.name, f"owner {self.owner} is no longer the last")
 
 
-def open_run(
-    store: Store,
-    name: str,
-    recipe: BaseRecipe,
-    *,
-    origin: Origin | None = None,
-    segments: Sequence[tuple[int, BaseRecipe]] = (),
-    prefect_flow_run_id: str = "",
-    stored: StoredRun | None = None,
-    claims: set[str] | None = None,
-) -> Run:
-    """Create the run, or continue it from its head, as its next owner.
-
-    The recipe's semantic fields must be the run's own (see `StoredRun.recipe_to_continue`), but it may have more
-    iterations (a new segment).
-
-    Args:
-        origin: the parent, for a derived run. It is not needed to continue an existing fork.
-        segments: for a replay, its recipes with the first iteration of each; the last one is `recipe`.
-        stored: what the store holds of the run, if the caller has read it.
-        claims: of a caller that may start the run several times: what identifies its starts; this one is added.
-
-    Raises:
-        UserError: the name is invalid, the run was removed, or it exists with another recipe, flow or origin; fields
-            and remedies are named.
-        Superseded: another process has started the run since the last of `claims`.
-    """
-    stored = stored or read_stored_run(store, name)
-    stored.check(recipe, origin)  # before the claim fences off a running start
-    record = stored.record
-    if record is None:
-        record, mine = _create(store, name, recipe, origin)
-        if not mine:  # another start has created it meanwhile, perhaps with another recipe or origin
-            read_stored_run(store, name).check(recipe, origin)
-        elif origin is not None:
-            log_derivation(store, name, origin, prefect_flow_run_id)
-    owner = _claim(store, name, stored.owner, prefect_flow_run_id, set() if claims is None else claims)
-    check_run_kept(store, name)  # a removal that missed this claim left its tombstone before
-    run = Run(store, name, record, owner, read_segments(store, name, stored.segments), stored.head)
-    for first, part in segments[len(run.segments) :]:
-        run = _with_segment(run, first, part)
-    while not run.segments or only_extends(recipe_difference(run.segments[-1], recipe)):
-        run = _with_segment(run, run.committed if run.segments else run.first, recipe)
-    check_same_recipe(run.name, record.flow, recipe, run.segments)  # a concurrent start may have won
-    return run
-
-
-def _superseded(name: str, why: str) -> Superseded:
+def superseded(name: str, why: str) -> Superseded:
+    """The error of a start of the run that has been taken over, as `why` says."""
     return Superseded(
         f"Run {name!r} has been started again since ({why}). "
         "This start stops and nothing is lost: follow the later one."
     )
+
+
+def check_name(name: str) -> None:
+    """UserError unless `name` can be a run's name."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"{name!r} cannot name a run: use lower-case letters, digits, '.', '_' and '-' (run=NAME).")
 
 
 def load_run(store: Store, name: str) -> Run:
@@ -284,6 +236,11 @@ def load_run(store: Store, name: str) -> Run:
     if record is None:
         raise no_run(store, name)
     return Run(store, name, record, 0, read_segments(store, name))
+
+
+def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tuple[Segment, ...]:
+    """All segments of a run, in order, of which the first are `known`."""
+    return (*known, *records_from(store, partial(paths.segment, run), len(known), Segment))
 
 
 def no_run(store: Store, name: str) -> UserError:
@@ -303,77 +260,3 @@ def stage_ref(path: str, manifest: StageManifest, data: bytes = b"") -> StageRef
     """The reference to a stage manifest, of which `data` are the bytes; else it was just written or read back."""
     sha256 = hashlib.sha256(data or manifest.encode()).hexdigest()
     return StageRef(stage=manifest.stage, key=manifest.key, path=path, sha256=sha256, digest=manifest.digest)
-
-
-def _create(store: Store, name: str, recipe: BaseRecipe, origin: Origin | None) -> tuple[RunRecord, bool]:
-    """The record of a new run, and whether this start has created it."""
-    parent = _attach_to_parent(store, name, origin) if origin else None
-    record = RunRecord(
-        run=name,
-        flow=recipe.flow,
-        seed=recipe.seed,
-        attempt=new_attempt(),
-        order=parent.record.order if parent else PROMPT_ORDER,
-        **(origin.recorded() if origin else {}),
-        provenance=make_provenance(0, now()),
-    )
-    return commit_once(store, paths.run_record(name), record)
-
-
-def _attach_to_parent(store: Store, derived: str, origin: Origin) -> Run:
-    """Write a reference into the parent, check that the files it protects still exist, and return the parent.
-
-    A fork refers to the iterations before it; a replay to every iteration that is committed now.
-    """
-    parent = load_run(store, origin.parent)
-    check_iteration(parent, origin.iteration)
-    loaded = check_first_start(parent, origin)  # before the reference is written
-    needed = origin.iteration if origin.kind == "fork" else parent.committed
-    existing = write_reference(store, origin.parent, derived, needed, origin.kind)
-    check_run_kept(store, origin.parent)
-    commits = parallel(parent.commit, commits_needed(origin, existing.iteration))
-    check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])
-    return parent
-
-
-def _claim(store: Store, name: str, last: int, prefect_flow_run_id: str, claims: set[str]) -> int:
-    """Claim the next owner number after `last`, or a later one if others have claimed since, and return it.
-
-    With earlier `claims` of this process the owner before must be one of them. They include claims of unknown outcome.
-    """
-    restarts = bool(claims)
-
-    def owner(n: int) -> OwnerRecord:
-        """The record of this process as the n-th owner."""
-        if restarts and n > 1:
-            before = read_record(store, paths.owner(name, n - 1), OwnerRecord)
-            if before.attempt not in claims:
-                raise _superseded(name, f"owner {n - 1} is a process of {before.host}")
-        claims.add(attempt := new_attempt())
-        return OwnerRecord(
-            n=n,
-            attempt=attempt,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=now(),
-            prefect_flow_run_id=prefect_flow_run_id,
-        )
-
-    return append_record(store, partial(paths.owner, name), last + 1, owner).n
-
-
-def _with_segment(run: Run, first: int, recipe: BaseRecipe, change: Change | None = None) -> Run:
-    """The run with one more segment: `recipe` from iteration `first` on, or what another start has written there.
-
-    It is in force no earlier than the segment before it.
-    """
-    segment = Segment(
-        n=len(run.segments),
-        from_iteration=max([first, *(segment.from_iteration for segment in run.segments)]),
-        attempt=new_attempt(),
-        recipe=recipe.model_dump(mode="json"),
-        change=change,
-        provenance=make_provenance(run.owner, now()),
-    )
-    existing, _ = commit_once(run.store, paths.segment(run.name, segment.n), segment)
-    return replace(run, segments=(*run.segments, existing))

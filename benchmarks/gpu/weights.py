@@ -31,7 +31,7 @@ from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import IterationResult, Job, run_directly
 from areal_tasks.stages.loop import Loop
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.shards import read_table
 from benchmarks.gpu.iteration import recipe_of
 from benchmarks.gpu.results import add_results_option, record

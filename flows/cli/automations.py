@@ -76,13 +76,7 @@ def find(api_url: str, name: str) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-def ask(
-    method: str,
-    url: str,
-    body: dict[str, Any] | None = None,
-    params: dict[str, str] | None = None,
-    timeout: float = TIMEOUT_SECONDS,
-) -> httpx.Response:
+def ask(method: str, url: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS) -> httpx.Response:
     """The server's response; retried on 503, with which Prefect reports a busy database before it writes anything."""
     headers = {}  # as Prefect's client sends them, for the credentials in this environment
     if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
@@ -90,7 +84,7 @@ def ask(
     elif key := os.environ.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     for pause in (*BUSY_PAUSES, None):
-        answer = httpx.request(method, url, json=body, params=params, headers=headers, timeout=timeout)
+        answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout)
         if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or pause is None:
             break
         time.sleep(pause)

@@ -18,8 +18,7 @@ from areal_tasks.store.history.audit import AuditReport
 from areal_tasks.store.history.audit import audit as check
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.history.signing import CheckedSignature, sign, unsigned_lines, verify
-from areal_tasks.store.opening import check_name
-from areal_tasks.store.runs import load_run
+from areal_tasks.store.runs import check_name, load_run
 from flows.cli.output import AsJson, RunName, StoreUrl, show
 from schemas.errors import UserError
 from schemas.manifest import LogRecord, Signature

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -36,7 +36,6 @@ log = logging.getLogger("keeper")
 
 FlowRun = dict[str, Any]  # as Prefect's API describes it
 
-WORKER = "flows.worker"
 POLL_SECONDS = 1.0
 FLOW_GRACE_SECONDS = 10.0
 RESTART_SECONDS = 5.0
@@ -46,6 +45,7 @@ GONE_SECONDS = {"RUNNING": 10.0, "CANCELLING": 10.0, "PAUSED": 10.0, "PENDING": 
 STUCK_SECONDS = 45.0
 #: Consecutive crashes, without a committed stage in between, after which a flow run is not retried.
 CRASHES: Final = 5
+ENDS: Final = ("COMPLETED", "FAILED", "CANCELLED", "PAUSED")  # of a row of crashes
 TIMEOUT_SECONDS = 10.0
 PAGE: Final = 200  # flow runs in one answer: Prefect's limit
 
@@ -78,7 +78,7 @@ class Keeper:
         self.api_url = api_url
         self.stopped = stopped
         self.server = Part("server", server_command(api_url), parts("server"))
-        self.worker = Part("worker", python(WORKER), parts("worker"))
+        self.worker = Part("worker", python("flows.worker"), parts("worker"))
         self.flow_runs = FlowRuns(api_url)
 
     def __call__(self) -> None:
@@ -160,7 +160,7 @@ class FlowRuns:
 
     def _after_crash(self, run: FlowRun) -> tuple[str, ...]:
         """The state that follows the crash: its type, message and, if it is not the type's own, name."""
-        states = _answer("GET", f"{self.api_url}/flow_run_states/", params={"flow_run_id": run["id"]})
+        states = _answer("GET", f"{self.api_url}/flow_run_states/?flow_run_id={run['id']}")
         crashes, before = crashes_in_a_row(states)
         if before == "CANCELLING":
             return "CANCELLED", "It crashed while it was being cancelled."
@@ -203,23 +203,17 @@ def set_state(api_url: str, run: FlowRun, kind: str, message: str, name: str | N
     _answer("POST", f"{api_url}/flow_runs/{run['id']}/set_state", {"state": state})
 
 
-def _answer(method: str, url: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None) -> Any:
+def _answer(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     """The server's response as JSON. Raises httpx.HTTPError."""
-    return ask(method, url, body, params, TIMEOUT_SECONDS).raise_for_status().json()
+    return ask(method, url, body, TIMEOUT_SECONDS).raise_for_status().json()
 
 
 def crashes_in_a_row(states: Iterable[dict[str, Any]]) -> tuple[list[str], str]:
     """ISO times, in order, of a flow run's crashes since it last ended in another way; the last other type of state."""
-    times: list[str] = []
-    before = ""
-    for state in sorted(states, key=lambda state: str(state["timestamp"])):
-        if state["type"] == "CRASHED":
-            times.append(state["timestamp"])
-            continue
-        before = state["type"]
-        if before in ("COMPLETED", "FAILED", "CANCELLED", "PAUSED"):
-            times.clear()
-    return times, before
+    latest_first = sorted(states, key=lambda state: str(state["timestamp"]), reverse=True)
+    since_end = list(takewhile(lambda state: state["type"] not in ENDS, latest_first))
+    before = next((state["type"] for state in latest_first if state["type"] != "CRASHED"), "")
+    return [state["timestamp"] for state in reversed(since_end) if state["type"] == "CRASHED"], before
 
 
 def suspended(run: FlowRun) -> bool:
@@ -234,7 +228,7 @@ def age(run: FlowRun) -> float:
 
 def main() -> None:
     """Run the keeper for the server of PREFECT_API_URL until SIGTERM or SIGINT."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())

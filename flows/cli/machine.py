@@ -98,7 +98,7 @@ def answers(api_url: str, server: psutil.Process | None = None) -> bool:
     """Whether our Prefect server answers before START_SECONDS have passed, or `server`, if it is given, ends."""
     deadline, port = time.monotonic() + processes.START_SECONDS, urlsplit(api_url).port
     while time.monotonic() < deadline and (server is None or alive(server)):
-        with suppress(httpx.TransportError):
+        with suppress(httpx.TransportError, psutil.NoSuchProcess):
             ours = any(listens(one, port) for one in parts("server"))
             if ours and httpx.get(f"{api_url}/health", timeout=2).is_success:
                 return True
@@ -108,9 +108,7 @@ def answers(api_url: str, server: psutil.Process | None = None) -> bool:
 
 def listens(process: psutil.Process, port: int | None) -> bool:
     """Whether that process listens on the port, rather than another user's server."""
-    with suppress(psutil.NoSuchProcess):
-        return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in process.net_connections("tcp"))
-    return False
+    return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in process.net_connections("tcp"))
 
 
 def _not_started() -> UserError:

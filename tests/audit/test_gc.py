@@ -25,12 +25,13 @@ from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import append_log, read_log
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.retention import gc
 from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.retention.gc import Removal, RetentionRule, _used_by_stages, plan_removals, read_run_files
 from areal_tasks.store.retention.gc_remove import interrupted_removals, plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.run_list import list_runs
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.runs import load_run
 from areal_tasks.store.weights import find_weights, protect_weights, tag_weights
 from flows.cli import main
 from schemas.errors import UserError

@@ -9,16 +9,17 @@ import pytest
 from stage_driver import tiny
 
 from areal_tasks.engines import models
-from areal_tasks.store import paths, runs
+from areal_tasks.store import opening, paths
 from areal_tasks.store.backend import Exists, Store
 from areal_tasks.store.catalog import Catalog, list_compactions
 from areal_tasks.store.fork import find_reference, write_reference
 from areal_tasks.store.history.audit import audit
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.retention.compact import compact
 from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.retention.gc_remove import remove_planned
 from areal_tasks.store.retention.tombstones import write_tombstone
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.runs import load_run
 from areal_tasks.store.weights import find_tag, tag_weights
 from schemas.errors import UserError
 from schemas.manifest import Reference
@@ -43,13 +44,13 @@ def test_who_begins_with_the_weights_of_a_run_that_is_being_removed_is_refused(
 
 
 def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, before = runs._claim, load_run(small, "small")
+    claim, before = opening._claim, load_run(small, "small")
 
     def late(*arguments: Any) -> int:
         write_tombstone_run(small)
         return claim(*arguments)
 
-    monkeypatch.setattr(runs, "_claim", late)
+    monkeypatch.setattr(opening, "_claim", late)
     recipe = type(tiny()).model_validate(before.recipe_at(0))
     with pytest.raises(UserError, match="Run 'small' was removed by"):
         open_run(small, "small", recipe)

@@ -10,7 +10,8 @@ from prefect.exceptions import Pause, TerminationSignal
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.history.journal import read_log
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import Run
 from flows import execute
 from flows.execute import log_start_and_end
 from schemas.errors import UserError

@@ -15,9 +15,10 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.journal import append_log, read_log
 from areal_tasks.store.objects.inventory import entries
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.retention.gc_remove import remove_planned
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.runs import load_run
 from areal_tasks.store.weights import compare_folders, find_weights, list_weights
 from flows.cli import main
 from schemas.errors import UserError

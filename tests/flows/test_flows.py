@@ -21,8 +21,9 @@ from areal_tasks.launchers.supervisor import ServiceFailed
 from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.commit import commit_once
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.paths import owner
-from areal_tasks.store.runs import Run, Superseded, load_run, open_run
+from areal_tasks.store.runs import Run, Superseded, load_run
 from flows import tasks
 from flows.rlhf import rlhf
 from flows.sft import sft
@@ -170,7 +171,7 @@ def test_a_start_that_has_lost_its_store_leaves_the_run_to_one_that_began_meanwh
         for kind in ("CRASHED", "SCHEDULED", "PENDING", "RUNNING") if again else ():
             prefect.set_state(prefect.last_flow_run(), kind)
         with monkeypatch.context() as patch:
-            patch.setattr("areal_tasks.store.runs.socket.gethostname", lambda: "elsewhere")
+            patch.setattr("areal_tasks.store.opening.socket.gethostname", lambda: "elsewhere")
             open_run(store_in(tmp_path), "r", recipe)
         raise Unavailable("the store is away")
 

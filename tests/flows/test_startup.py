@@ -21,9 +21,10 @@ from waiting import alive, wait_until
 from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.paths import service
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from flows import startup
 from flows.startup import Startup, describe, process_began, start_timing, step_seconds
 from schemas.manifest import ServiceRecord

@@ -12,7 +12,8 @@ from stage_driver import store_in, tiny
 
 from areal_tasks.store import paths
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.system import SystemLog
 from flows.cli import services
 from flows.cli.main import main

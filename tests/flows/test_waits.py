@@ -20,7 +20,8 @@ from waiting import wait_until
 from areal_tasks.engines.watchdog import Waited, Watchdog
 from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import load_run
 from areal_tasks.store.waits import current_waits
 from flows import waits as shown
 from flows.artifacts import Artifacts

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from flows.rlhf import warm_started
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.diff import Difference, diff_runs
 from areal_tasks.store.history.diff_curves import BARS, WIDTH, compare_curves, compare_distributions, sparkline
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from flows.cli.main import app
 from schemas.errors import UserError
 

@@ -15,9 +15,10 @@ from store_listing import listed
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, check_first_start, loaded_weights
 from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.retention.gc_remove import remove_planned
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit
 from schemas.record import SCHEMA_VERSION

@@ -14,9 +14,10 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin, find_reference, inherit_model, read_fork, write_reference
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.run_list import RunSummary, list_runs
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 
 AT = 1

@@ -16,12 +16,13 @@ from areal_tasks.store import paths
 from areal_tasks.store.fork import Origin, check_iteration, parent_values
 from areal_tasks.store.history.diff_curves import compare_replay
 from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.retention.gc import RetentionRule
 from areal_tasks.store.retention.gc import plan_removals as plan_gc
 from areal_tasks.store.retention.gc_remove import remove_planned as execute_gc
 from areal_tasks.store.run_list import list_runs
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.runs import Run, load_run
 from schemas.errors import UserError
 from schemas.recipe.load import parse_recipe
 

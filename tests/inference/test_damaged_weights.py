@@ -16,9 +16,10 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights, read_weights, upload
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe

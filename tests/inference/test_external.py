@@ -16,7 +16,7 @@ from waiting import wait_until
 from areal_tasks.engines.external import external_servers, external_token
 from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve

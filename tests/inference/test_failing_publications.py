@@ -27,7 +27,7 @@ from areal_tasks.store.backend import Missing, Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects.files import upload
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsManifest
 from schemas.recipe.launcher import Launcher

@@ -19,7 +19,7 @@ from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Command, Send, Sent
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.derived import Interruption
 from schemas.recipe.load import load_recipe

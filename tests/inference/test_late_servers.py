@@ -15,7 +15,7 @@ from areal_tasks.engines.external import SERVER_TOKEN
 from areal_tasks.engines.session import Engines
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.local import LocalBackend
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve
 

@@ -18,7 +18,7 @@ from areal_tasks.engines import trainers
 from areal_tasks.engines.session import Engines
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import open_store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import serve, until
 from tests.inference.fake_supervisor import FakeSupervisor, supervise

@@ -16,7 +16,7 @@ from areal_tasks.launchers.gpus import Placement
 from areal_tasks.launchers.supervisor import Ready
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import upload
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import Fake, serve

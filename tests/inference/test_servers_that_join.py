@@ -28,7 +28,7 @@ from areal_tasks.engines.trainer_client import TrainerDown
 from areal_tasks.launchers.supervisor import Ready, ServiceFailed
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import upload
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe

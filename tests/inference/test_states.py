@@ -24,7 +24,7 @@ from areal_tasks.engines.sampling import (
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.workers import Backlog
 from areal_tasks.launchers.usage import machine
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.views import SYSTEM
 
 

@@ -17,7 +17,7 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.engines.watchdog import Heartbeat
 from areal_tasks.launchers.local import LocalHandle
 from areal_tasks.launchers.supervisor import ServiceFailed, Supervisor
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 
 RESTARTS = 2
 NAME = "ready"

@@ -19,7 +19,8 @@ from areal_tasks.launchers.cluster import Machine, Resources
 from areal_tasks.launchers.placement import KINDS, propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.history.journal import append_log
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import waits_record, write_waits
 from flows.cli import main, placement
 from schemas.errors import UserError

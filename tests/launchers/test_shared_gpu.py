@@ -14,7 +14,7 @@ from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.starting import TRAINER
 from areal_tasks.launchers.gpus import Placement
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.recipe.sections import Inference
 from tests.inference.fake_supervisor import FakeSupervisor, supervise
 

@@ -15,8 +15,9 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import commit_once, new_attempt
 from areal_tasks.store.keys import combine_digests, digest_json
 from areal_tasks.store.objects.files import commit_weights, upload
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.runs import Run, open_run, stage_ref
+from areal_tasks.store.runs import Run, stage_ref
 from areal_tasks.store.shards import write_table
 from schemas.manifest import IterationCommit, StageManifest, StageRef, WeightsRef
 from schemas.recipe.load import load_recipe

@@ -13,7 +13,7 @@ from waiting import LIMIT
 
 from areal_tasks.report.page import make_page, make_report, render, to_json
 from areal_tasks.store.backend import Store
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.recipe.load import load_recipe
 
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}

@@ -17,9 +17,10 @@ from areal_tasks.store import paths
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.journal import append_log, read_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import Session
 from areal_tasks.store.record_tables import requested_gpus
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
 from schemas.manifest import OwnerRecord, StageManifest
 

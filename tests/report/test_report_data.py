@@ -23,8 +23,8 @@ from areal_tasks.report.tokens import texts_of
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.run_list import list_runs
-from areal_tasks.store.runs import open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
 from schemas.tables import TABLES

@@ -35,10 +35,9 @@ from areal_tasks.workflows import Sample, samples_to_table
 from schemas.errors import UserError
 from schemas.manifest import RejectedGroup
 from schemas.recipe.derived import judges_groups, judges_in_advance
-from schemas.recipe.filters import Filters
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import RlhfRecipe
-from schemas.recipe.sections import Rollout
+from schemas.recipe.sections import Filters, Rollout
 
 
 @pytest.fixture

@@ -44,8 +44,7 @@ from areal_tasks.rollout.worker.groups import Groups
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import read_table
 from areal_tasks.workflows import Prompt, WorkflowContext
-from schemas.recipe.filters import Filters
-from schemas.recipe.sections import Rollout
+from schemas.recipe.sections import Filters, Rollout
 
 ENOUGH_TURNS = 50  # of the event loop, after which nothing happens by itself any more
 ENOUGH_STEPS = 1000  # for an iteration to end

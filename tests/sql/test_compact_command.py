@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.catalog import valid_compactions
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import Session, run_sql
-from areal_tasks.store.runs import open_run
 from areal_tasks.store.shards import write_table
 from benchmarks.scale import SCALAR, ask_naive, same
 from benchmarks.scale_rows import iteration_tables

@@ -23,9 +23,10 @@ from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.local import LocalBackend
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import Session, run_sql
 from areal_tasks.store.retention.compact import Compactor, compact, compact_all, regions_to_merge
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.runs import Run, load_run
 from schemas.compaction import SCALAR_TABLES, Compaction
 from schemas.tables import TABLES
 

@@ -32,8 +32,9 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import read_log
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run, load_run, open_run
+from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.shards import read_table
 from areal_tasks.store.spool import read_spool
 from flows.cli.change import change, request

@@ -18,7 +18,7 @@ from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.stages.loop import Loop
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.manifest import WeightsRef
 from schemas.recipe.load import load_recipe
 from schemas.recipe.recipe import Recipe

@@ -24,9 +24,10 @@ from areal_tasks.stages.publish import is_written
 from areal_tasks.store.backend import Store
 from areal_tasks.store.commit import new_attempt
 from areal_tasks.store.objects.files import commit_weights
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.paths import weights_attempt
 from areal_tasks.store.provenance import make_provenance, now
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.checks import check_weights_every

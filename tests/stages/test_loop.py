@@ -30,8 +30,9 @@ from waiting import wait_until
 
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run, Superseded, load_run, open_run
+from areal_tasks.store.runs import Run, Superseded, load_run
 from schemas.errors import UserError
 
 LOCAL = tiny(launcher={"type": "local"})

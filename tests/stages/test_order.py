@@ -16,8 +16,9 @@ from areal_tasks.stages.batch import batch_table
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.workflows import Prompt
 from schemas.manifest import PROMPT_ORDER, RunRecord
 from schemas.recipe.recipe import Recipe

@@ -13,7 +13,7 @@ from areal_tasks.stages import preflight
 from areal_tasks.stages.preflight import check_engines, check_inputs
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe, warm_start
 from schemas.recipe.recipe import Recipe
@@ -173,7 +173,7 @@ def test_a_fork_is_continued_with_the_model_of_its_parent(store: str) -> None:
     for name, origin in (("parent", None), ("child", Origin("parent", 0))):
         open_run(open_store(store), name, own.model_copy(update={"model": model}), origin=origin)
     checked = check_inputs(own, "child")
-    assert (checked.origin, checked.recipe.model) == (Origin("parent", 0), model)
+    assert (checked.stored.origin, checked.recipe.model) == (Origin("parent", 0), model)
     other = quickstart(store, "model.warm_start=", "model.path=org/other")
     assert "begins with the initial weights of its parent" in refused(other, "child")
 

@@ -21,8 +21,9 @@ from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.objects import inventory
 from areal_tasks.store.objects.inventory import check_file, open_file
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import content_digest, encode, footer_holds, read_table, write_table
 from schemas.errors import UserError
 from schemas.manifest import FileRef, StageManifest

@@ -21,7 +21,8 @@ from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.objects import s3 as s3_module
 from areal_tasks.store.objects import s3_bulk
 from areal_tasks.store.objects.files import materialise, upload
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import load_run
 from areal_tasks.store.shards import read_table, write_table
 
 DATA = os.urandom(100_000)

@@ -9,7 +9,7 @@ from store_builders import commit_stage, manifest, recipe, table
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.keys import combine_digests, recipe_values, semantic_values, stage_key
-from areal_tasks.store.runs import open_run
+from areal_tasks.store.opening import open_run
 from schemas.recipe.load import load_recipe
 
 FIELDS = ("model", "rollout", "reward.verifier")

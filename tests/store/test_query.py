@@ -11,8 +11,9 @@ from store_builders import STAGES, build, commit_stage, iteration_commit, manife
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import Session, run_sql
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
 from schemas.tables import TABLES

@@ -8,8 +8,8 @@ import pytest
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.keys import recipe_values, semantic_values
-from areal_tasks.store.opening import read_stored_run
-from areal_tasks.store.runs import load_run, open_run
+from areal_tasks.store.opening import open_run, read_stored_run
+from areal_tasks.store.runs import load_run
 from schemas.errors import UserError
 from schemas.recipe import load
 from schemas.recipe.fields import Section, section, semantic

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from store_builders import build, iteration_commit, recipe
 
-from areal_tasks.store import paths, runs
+from areal_tasks.store import opening, paths
 from areal_tasks.store.backend import Store, Unavailable
 from areal_tasks.store.commit import append_record, last_present
 from areal_tasks.store.fork import Origin
-from areal_tasks.store.opening import StoredRun, read_stored_run
+from areal_tasks.store.opening import StoredRun, open_run, read_stored_run
 from areal_tasks.store.run_list import list_runs
-from areal_tasks.store.runs import HeadMoved, Run, Superseded, load_run, open_run
+from areal_tasks.store.runs import HeadMoved, Run, Superseded, load_run
 from schemas.errors import UserError
 from schemas.manifest import OwnerRecord
 from schemas.recipe.load import load_recipe
@@ -93,10 +93,10 @@ def test_more_iterations_are_a_new_segment(local_store: Store) -> None:
 
 def test_a_child_of_a_name_that_another_start_has_taken_meanwhile_is_refused(local_store: Store) -> None:
     build(open_run(local_store, "parent", recipe()), range(2))
-    stored = read_stored_run(local_store, "child")
+    stored = read_stored_run(local_store, "child", Origin("parent", 1))
     open_run(local_store, "child", recipe())
     with pytest.raises(UserError, match=r"'child' exists and is no derived run, not a fork of 'parent' at iteration 1"):
-        open_run(local_store, "child", recipe(), origin=Origin("parent", 1), stored=stored)
+        open_run(local_store, "child", recipe(), stored=stored)
     assert not local_store.exists(paths.owner("child", 2)), "the other start is not fenced off"
 
 
@@ -189,7 +189,7 @@ def test_a_process_that_starts_a_run_once_more_leaves_it_to_one_that_has_started
 
     assert reopened(local_store, mine).owner == 1
     with monkeypatch.context() as patch, pytest.raises(Unavailable):
-        patch.setattr(runs, "append_record", unanswered)
+        patch.setattr(opening, "append_record", unanswered)
         reopened(local_store, mine)
     assert reopened(local_store, mine).owner == 3, "the second was its own"
     late = read_stored_run(local_store, "run")

@@ -23,7 +23,8 @@ from areal_tasks.store import paths, service_logs
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects.inventory import remove
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.service_logs import LogCopy, LogName, ServiceLog, rotate
 from flows.background import ServiceLogs
 from flows.cli import services as command

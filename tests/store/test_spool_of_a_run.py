@@ -27,10 +27,11 @@ from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.journal import append_log as log
 from areal_tasks.store.objects.inventory import entries
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.retention.gc_remove import plan_run_removal, remove_planned, remove_run
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import append_groups, close_start, open_start, read_spool
 from schemas.manifest import RejectedGroup, SpooledGroup

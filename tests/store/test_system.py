@@ -18,8 +18,9 @@ from areal_tasks.store import paths, system
 from areal_tasks.store.backend import Store, StoreError, Unavailable, open_store
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.objects.inventory import remove
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import Session
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.system import SystemLog, newest_record, read_samples, system_table, watch
 from schemas.errors import UserError
 

@@ -15,7 +15,8 @@ from store_builders import recipe
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.opening import open_run
+from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import current_waits, is_current, waits_record, write_waits
 from schemas.manifest import Wait, WaitsRecord
 

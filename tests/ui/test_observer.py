@@ -26,8 +26,9 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.stages.build import Built, PrefectIds
 from areal_tasks.stages.jobs import Job
 from areal_tasks.stages.loop import Loop
+from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run, open_run
+from areal_tasks.store.runs import Run
 from flows import artifacts, observe
 from flows.artifacts import Artifacts
 from flows.observe import Observer

@@ -8,10 +8,9 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries, remove, remove_folders
-from areal_tasks.store.opening import check_name
 from areal_tasks.store.retention.gc import Removal, RetentionRule, plan_removals, read_all_run_files
 from areal_tasks.store.retention.tombstones import tombstone_path, write_tombstone
-from areal_tasks.store.runs import no_run
+from areal_tasks.store.runs import check_name, no_run
 from schemas.errors import UserError
 
 
