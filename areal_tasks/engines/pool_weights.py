@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -26,7 +26,7 @@ class UpdatedPool(ServerPool):
 
     async def _prepare(self, server: Server) -> None:
         """Probe a server, and give it the target weights; its cache is released, and it is paused, as theirs are."""
-        await self._set_memory_and_pause(server)
+        await server.release_cache(self._released, resumes=not self.paused)
         await server.probe(token=self.target is not None)
         await self._check(server)
         await self._catch_up(server)
@@ -60,10 +60,9 @@ class UpdatedPool(ServerPool):
             server.older, server.current = in_turns and server.may_generate and older, False
         self._dispatch()
 
-    async def holding(self, version: int, key: str, uri: str | None) -> None:
-        """Make these the target. Servers that hold this version already count as current; the others load `uri`."""
-        target = Target(version, key, uri)
-        if self.target is not None and self.target.version != version:
+    async def holding(self, target: Target) -> None:
+        """Make these the target. Servers that hold this version already count as current; the others load it."""
+        if self.target is not None and self.target.version != target.version:
             self._set_target(target)
         self.target = target
         for server in self.servers:
@@ -188,7 +187,7 @@ class UpdatedPool(ServerPool):
         if self._loading.drains:
             await server.drained(self.followers.busy)
         try:
-            async with self._stopped(server, self._loading.pause):
+            async with self._stopped(server, pause) if (pause := self._loading.pause) else nullcontext():
                 await server.load_weights(target, self._loading.flags)
         except BadRequest as error:
             if self._external and target.uri and "://" not in target.uri:
@@ -239,17 +238,11 @@ class UpdatedPool(ServerPool):
     async def release_caches(self, released: bool) -> None:
         """Have the servers release their KV caches, without which they do not generate, or allocate them again."""
         self._released = released
-        await self.each(self._set_memory_and_pause)
-
-    async def _set_memory_and_pause(self, server: Server) -> None:
-        await server.release_cache(self._released, resumes=not self.paused)
+        await self.each(lambda server: server.release_cache(released, resumes=not self.paused))
 
     @asynccontextmanager
-    async def _stopped(self, server: Server, mode: str | None) -> AsyncIterator[None]:
-        """While inside, the server's generation is paused in `mode`, unless that is None."""
-        if mode is None:
-            yield
-            return
+    async def _stopped(self, server: Server, mode: str) -> AsyncIterator[None]:
+        """While inside, the server's generation is paused in `mode`."""
         async with server.commands:
             await server.pause(mode)
             try:

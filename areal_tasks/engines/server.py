@@ -285,11 +285,14 @@ class Server:
         return info["running"], info["queued"]
 
     async def heartbeat(self, token: bool) -> Heartbeat:
-        """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it."""
+        """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it.
+
+        `token`: a server with requests in flight may be asked for one.
+        """
         requests = self.requests + self.other_requests
         work = f"{requests} requests in flight" if requests else "a command in progress"
         try:
-            return Heartbeat(await self.probe(token), work)
+            return Heartbeat(await self.probe(token and requests > 0), work)
         except (ServerDown, BadRequest) as error:
             return Heartbeat(None, f"{work}; {error}")
 

@@ -236,11 +236,8 @@ class ServerPool(ABC):
         """A heartbeat of each server that has work in progress (`everyone`: of every server), by its address."""
         self._count_other_requests()
         busy = [s for s in self.servers if s.healthy and (s.asks or s.other_requests or everyone)]  # others are evicted
-        heartbeats = await asyncio.gather(*map(self._heartbeat, busy))
+        heartbeats = await asyncio.gather(*(server.heartbeat(self.target is not None) for server in busy))
         return dict(zip([server.url for server in busy], heartbeats, strict=True))
-
-    async def _heartbeat(self, server: Server) -> Heartbeat:
-        return await server.heartbeat(token=self.target is not None and server.requests + server.other_requests > 0)
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Evict the servers that another component saw fail: `failed` gives the reasons by address."""
@@ -282,7 +279,7 @@ class ServerPool(ABC):
             await asyncio.sleep(WATCH_SECONDS)
             if not (server.requests and server.healthy):
                 return
-            before, heartbeat = heartbeat.progress, await self._heartbeat(server)
+            before, heartbeat = heartbeat.progress, await server.heartbeat(self.target is not None)
             silent = 0 if heartbeat.progress not in (None, before) else silent + 1
         self._evict(server, ServerDown(f"it hangs: {heartbeat.says}"))
         await server.drop()

@@ -180,8 +180,8 @@ class Servers:
             stack.callback(lambda: self.loop.run(own.close()))
             stack.callback(setattr, self, "holder", None)
             stack.callback(source.fetched.close)
-            version, name, where = source.target(ref)
-            self.loop.run(own.holding(version, name, where if current else source.ready(ref)))
+            target = source.target(ref)
+            self.loop.run(own.holding(target if current else replace(target, uri=source.ready(ref))))
             self.loop.run(own.sync({server.url: server.start}, [server.url] if current else []))
             self.holder = own
             self.call(own.wait_healthy())
@@ -206,7 +206,7 @@ class Servers:
         ready(self.supervisor, self.watchdog, self.names, self.written)
         for one in self.supervisor.poll(self.names)[:1]:
             if one.weights is not None:
-                self.loop.run(client.holding(*self.weights.target(one.weights)))
+                self.loop.run(client.holding(self.weights.target(one.weights)))
         return client
 
     def _clients(self) -> list[InferenceClient]:
@@ -314,7 +314,7 @@ class Servers:
             if self.count and not handed:
                 return self._give(self._supervised(), ref, trainer)
             if self._client is not None:
-                self.loop.run(self._client.holding(*self.weights.target(ref)))
+                self.loop.run(self._client.holding(self.weights.target(ref)))
             return []
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:
