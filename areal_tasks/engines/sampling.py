@@ -36,6 +36,7 @@ CAUSES: Final = {
     "verdicts": "verdicts",
     "weights": "servers",
     "a": "servers",
+    "an": "servers",
 }
 
 

@@ -176,7 +176,8 @@ class Servers:
         server, current = self.call(pool.hold(name_of(ref)), generates=pool)
         own = self.new_client(pool.settings.request_timeout_seconds if self.external else math.inf)
         with ExitStack() as stack:
-            stack.callback(lambda: self.ask_workers(pool.release(server)))  # last
+            name = self.supervisor.name_at(server.url)  # also after its end
+            stack.callback(lambda: self.ask_workers(pool.release(server), f" about requests on {name}"))  # last
             stack.callback(lambda: self.loop.run(own.close()))
             stack.callback(setattr, self, "holder", None)
             stack.callback(source.fetched.close)
@@ -223,9 +224,9 @@ class Servers:
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
             return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
-    def ask_workers(self, work: Coroutine[Any, Any, T]) -> T:
+    def ask_workers(self, work: Coroutine[Any, Any, T], about: str = "") -> T:
         """As `call`, of what waits for rollout workers: the watchdog ends one that hangs. Supervises no servers."""
-        with self.watchdog.waiting("an answer of the rollout workers", self._workers_heartbeats):
+        with self.watchdog.waiting(f"an answer of the rollout workers{about}", self._workers_heartbeats):
             return self.loop.run(work)
 
     def _supervise_if_free(self, generates: InferenceClient | None) -> None:
