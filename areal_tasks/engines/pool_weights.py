@@ -6,6 +6,7 @@ A healthy server may generate if it holds, or waits in turn to load, the target 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, nullcontext
@@ -15,9 +16,10 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from areal_tasks.engines.external import FETCH, folder_not_visible
-from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target
-from areal_tasks.engines.server_pool import ServerPool
+from areal_tasks.engines.server import BadRequest, Server, ServerDown, Target
+from areal_tasks.engines.server_pool import POLL_SECONDS, ServerPool
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -93,7 +95,7 @@ class UpdatedPool(ServerPool):
         try:
             await self.followers.acknowledged()
             if not wanted:
-                await server.drained(self.followers.busy)
+                await self._drained(server)
         except BaseException:
             await self.release(server)
             raise
@@ -106,11 +108,19 @@ class UpdatedPool(ServerPool):
         would continue with the new weights.
         """
         if self.target is not None and not self.target.key:  # the versions are unknown
-            await server.drained(self.followers.busy)
+            await self._drained(server)
         server.held = False
         if server in self.servers:
             self._update(server)
             self._dispatch()
+
+    async def _drained(self, server: Server) -> None:
+        """Return when no request of this client or of others is in flight on the server."""
+        waits = server.requests + (await self.followers.busy()).get(server.url, 0)
+        if waits:
+            log.info("the weights of %s change after the end of %d requests", server.url, waits)
+        while server.requests + (await self.followers.busy()).get(server.url, 0):
+            await asyncio.sleep(POLL_SECONDS)
 
     async def forget_versions(self) -> None:
         """Mark the versions as unknown: weights may be damaged. No server generates before it is given others."""
@@ -147,7 +157,7 @@ class UpdatedPool(ServerPool):
             assert self.target is not None and self.target.uri is not None
             fetches = "://" in self.target.uri and self.settings.engine == "sglang"
             if fetches and server.healthy and not server.current:
-                await server.ask("POST", FETCH, {"model_path": self.target.uri})
+                await server.ask(FETCH, {"model_path": self.target.uri})
             if server.current or not server.healthy:
                 return None
             server.older = False
@@ -185,7 +195,7 @@ class UpdatedPool(ServerPool):
         target = self.target
         assert target is not None
         if self._loading.drains:
-            await server.drained(self.followers.busy)
+            await self._drained(server)
         try:
             async with self._stopped(server, pause) if (pause := self._loading.pause) else nullcontext():
                 await server.load_weights(target, self._loading.flags)
@@ -231,7 +241,7 @@ class UpdatedPool(ServerPool):
         """The answer of each healthy server to `/weights_checker`, by its address. A server that fails is evicted."""
 
         async def ask(server: Server) -> tuple[str, Any]:
-            return server.url, await server.ask("POST", "/weights_checker", {"action": action})
+            return server.url, await server.ask("/weights_checker", {"action": action})
 
         return dict(await self.each(ask))
 
@@ -257,7 +267,7 @@ class UpdatedPool(ServerPool):
         await self.followers.acknowledged()
         if self._receiving.drains:
             draining = (server for server in self.servers if not server.held)
-            await asyncio.gather(*(server.drained(self.followers.busy) for server in draining))
+            await asyncio.gather(*(self._drained(server) for server in draining))
         if self._receiving.pause:
             await self.pause(self._receiving.pause)
 

@@ -419,8 +419,8 @@ def test_a_timeout_names_the_setting_that_it_is() -> None:
         async with serving(Fake(delay=60.0), request_timeout_seconds=0.05) as client:
             server = client.servers[0]
             with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.05 s, .* inference\.request_t"):
-                await server.ask("POST", "/generate", {"input_ids": [[1]]})
+                await server.ask("/generate", {"input_ids": [[1]]})
             with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.01 s$"):
-                await server.ask("POST", "/generate", {"input_ids": [[1]]}, seconds=0.01)
+                await server.ask("/generate", {"input_ids": [[1]]}, seconds=0.01)
 
     run(test)
