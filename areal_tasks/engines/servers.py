@@ -297,10 +297,8 @@ class Servers:
     def queues(self) -> dict[str, tuple[int, int | None]]:
         """As `ServerPool.queues`, by the workers' last heartbeats. For any thread; TimeoutError after a while."""
         self._workers_heartbeats()
-        found: dict[str, tuple[int, int | None]] = {}
-        for client in self._clients():
-            found |= self.loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)
-        return found
+        found = [self.loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS) for client in self._clients()]
+        return {url: queue for queues in found for url, queue in queues.items()}
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; returns the seconds per server, none if nothing had to be done.
