@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from areal_tasks.engines.fetching import Fetched, local_weights
+from areal_tasks.engines.server import Target
 from areal_tasks.engines.trainer.commands import Publish, Written
 from areal_tasks.engines.trainer_client import TrainerClient
 from areal_tasks.launchers.choice import on_this_machine
@@ -105,12 +106,12 @@ class WeightsSource:
     reads_store: bool
     fetched: Fetched = field(default_factory=Fetched)
 
-    def target(self, ref: WeightsRef) -> tuple[int, str, str | None]:
-        """Version, name and URL or folder of these weights; None if servers cannot load them by themselves."""
+    def target(self, ref: WeightsRef) -> Target:
+        """These weights as servers can load them by themselves, from a URL or a folder, if they can."""
         if not ref.written or self.reads_store:
-            return ref.version, name_of(ref), self.store.uri(ref.path) if ref.written else None
+            return Target(ref.version, name_of(ref), self.store.uri(ref.path) if ref.written else None)
         folder = self.store.local(common_folder(read_weights(self.store, ref).files))
-        return ref.version, name_of(ref), str(folder) if folder else None
+        return Target(ref.version, name_of(ref), str(folder) if folder else None)
 
     def ready(self, ref: WeightsRef) -> str:
         """A URL or folder to load committed weights from; fetches them if necessary. UserError: a file is damaged."""

@@ -6,18 +6,20 @@ A healthy server may generate if it holds, or waits in turn to load, the target 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from areal_tasks.engines.external import FETCH, folder_not_visible
-from areal_tasks.engines.server import POLL_SECONDS, BadRequest, Server, ServerDown, Target
-from areal_tasks.engines.server_pool import ServerPool
+from areal_tasks.engines.server import BadRequest, Server, ServerDown, Target
+from areal_tasks.engines.server_pool import POLL_SECONDS, ServerPool
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ class UpdatedPool(ServerPool):
 
     async def _prepare(self, server: Server) -> None:
         """Probe a server, and give it the target weights; its cache is released, and it is paused, as theirs are."""
-        await self._set_memory_and_pause(server)
+        await server.release_cache(self._released, resumes=not self.paused)
         await server.probe(token=self.target is not None)
         await self._check(server)
         await self._catch_up(server)
@@ -60,10 +62,9 @@ class UpdatedPool(ServerPool):
             server.older, server.current = in_turns and server.may_generate and older, False
         self._dispatch()
 
-    async def holding(self, version: int, key: str, uri: str | None) -> None:
-        """Make these the target. Servers that hold this version already count as current; the others load `uri`."""
-        target = Target(version, key, uri)
-        if self.target is not None and self.target.version != version:
+    async def holding(self, target: Target) -> None:
+        """Make these the target. Servers that hold this version already count as current; the others load it."""
+        if self.target is not None and self.target.version != target.version:
             self._set_target(target)
         self.target = target
         for server in self.servers:
@@ -94,7 +95,7 @@ class UpdatedPool(ServerPool):
         try:
             await self.followers.acknowledged()
             if not wanted:
-                await server.drained(self.followers.busy)
+                await self._drained(server)
         except BaseException:
             await self.release(server)
             raise
@@ -107,11 +108,19 @@ class UpdatedPool(ServerPool):
         would continue with the new weights.
         """
         if self.target is not None and not self.target.key:  # the versions are unknown
-            await server.drained(self.followers.busy)
+            await self._drained(server)
         server.held = False
         if server in self.servers:
             self._update(server)
             self._dispatch()
+
+    async def _drained(self, server: Server) -> None:
+        """Return when no request of this client or of others is in flight on the server."""
+        waits = server.requests + (await self.followers.busy()).get(server.url, 0)
+        if waits:
+            log.info("the weights of %s change after the end of %d requests", server.url, waits)
+        while server.requests + (await self.followers.busy()).get(server.url, 0):
+            await asyncio.sleep(POLL_SECONDS)
 
     async def forget_versions(self) -> None:
         """Mark the versions as unknown: weights may be damaged. No server generates before it is given others."""
@@ -148,7 +157,7 @@ class UpdatedPool(ServerPool):
             assert self.target is not None and self.target.uri is not None
             fetches = "://" in self.target.uri and self.settings.engine == "sglang"
             if fetches and server.healthy and not server.current:
-                await server.ask("POST", FETCH, {"model_path": self.target.uri})
+                await server.ask(FETCH, {"model_path": self.target.uri})
             if server.current or not server.healthy:
                 return None
             server.older = False
@@ -186,9 +195,9 @@ class UpdatedPool(ServerPool):
         target = self.target
         assert target is not None
         if self._loading.drains:
-            await server.drained(self.followers.busy)
+            await self._drained(server)
         try:
-            async with self._stopped(server, self._loading.pause):
+            async with self._stopped(server, pause) if (pause := self._loading.pause) else nullcontext():
                 await server.load_weights(target, self._loading.flags)
         except BadRequest as error:
             if self._external and target.uri and "://" not in target.uri:
@@ -232,24 +241,18 @@ class UpdatedPool(ServerPool):
         """The answer of each healthy server to `/weights_checker`, by its address. A server that fails is evicted."""
 
         async def ask(server: Server) -> tuple[str, Any]:
-            return server.url, await server.ask("POST", "/weights_checker", {"action": action})
+            return server.url, await server.ask("/weights_checker", {"action": action})
 
         return dict(await self.each(ask))
 
     async def release_caches(self, released: bool) -> None:
         """Have the servers release their KV caches, without which they do not generate, or allocate them again."""
         self._released = released
-        await self.each(self._set_memory_and_pause)
-
-    async def _set_memory_and_pause(self, server: Server) -> None:
-        await server.release_cache(self._released, resumes=not self.paused)
+        await self.each(lambda server: server.release_cache(released, resumes=not self.paused))
 
     @asynccontextmanager
-    async def _stopped(self, server: Server, mode: str | None) -> AsyncIterator[None]:
-        """While inside, the server's generation is paused in `mode`, unless that is None."""
-        if mode is None:
-            yield
-            return
+    async def _stopped(self, server: Server, mode: str) -> AsyncIterator[None]:
+        """While inside, the server's generation is paused in `mode`."""
         async with server.commands:
             await server.pause(mode)
             try:
@@ -264,7 +267,7 @@ class UpdatedPool(ServerPool):
         await self.followers.acknowledged()
         if self._receiving.drains:
             draining = (server for server in self.servers if not server.held)
-            await asyncio.gather(*(server.drained(self.followers.busy) for server in draining))
+            await asyncio.gather(*(self._drained(server) for server in draining))
         if self._receiving.pause:
             await self.pause(self._receiving.pause)
 

@@ -36,6 +36,7 @@ CAUSES: Final = {
     "verdicts": "verdicts",
     "weights": "servers",
     "a": "servers",
+    "an": "servers",
 }
 
 
@@ -180,8 +181,9 @@ class Sampler:
             return State(waits_for="a machine" if service.handle.waiting() else "start")
         if service is not None and service.handle.exit_code() is not None:
             return State(waits_for="restart")
-        if name in self.engines.actor.names:
-            return trainer_state(flow)
+        for role, trainer in self.engines.trainers.items():
+            if name in trainer.names:
+                return trainer_state(replace(flow, works=self.engines.watchdog.registered(role)))
         url = service.url if service else name
         for workers in self.engines.servers.all_workers:
             if name in workers.names:

@@ -9,8 +9,7 @@ So all health checks go through `Server.probe`.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -24,11 +23,8 @@ from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
-Busy = Callable[[], Awaitable[Mapping[str, int]]]  # requests of other clients in flight, by the server's address
 
-POLL_SECONDS: Final = 0.05
 CONNECT_SECONDS: Final = 10.0
 #: How long an idle connection is kept. Less than uvicorn's 5 s, which SGLang uses: a request that is sent while the
 #: server closes the connection fails, which is no reason to evict the server.
@@ -155,11 +151,9 @@ class Server:
 
     # ── exchanges ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def ask(
-        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
-    ) -> Any:
-        """One HTTP exchange; counted as a health check if it has its own timeout, `seconds`."""
-        async with self._response(method, path, body, seconds) as response:
+    async def ask(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+        """One HTTP exchange, a POST if it has a body; with `seconds`, a timeout of its own, it is a health check."""
+        async with self._response(path, body, seconds) as response:
             content = await response.read()
         return orjson.loads(content) if content else None  # SGLang answers some commands with an empty body
 
@@ -167,18 +161,19 @@ class Server:
         """The answers of `/generate`, one per prompt: once, or growing (`stream`); none if aborted at once."""
         with suppress(Interrupted):
             if not body.get("stream"):
-                yield await self.ask("POST", "/generate", body)
+                yield await self.ask("/generate", body)
                 return
-            async with self._response("POST", "/generate", body) as response:
+            async with self._response("/generate", body) as response:
                 async for answer in read_events(str(response.url), response.content):
                     yield [answer]
 
     @asynccontextmanager
     async def _response(
-        self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None = None
+        self, path: str, body: dict[str, Any] | None, seconds: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to one request, unless its status is an error: see `check_status`."""
-        where, data = self.url + path, None if body is None else orjson.dumps(body)
+        where, method = self.url + path, "GET" if body is None else "POST"
+        data = None if body is None else orjson.dumps(body)
         limit, streamed = seconds or self.seconds, body and body.get("stream")  # in a stream it limits each read
         timeout = aiohttp.ClientTimeout(None if streamed else limit, sock_connect=CONNECT_SECONDS, sock_read=limit)
         counted = int(seconds is None)  # a health check is not
@@ -209,11 +204,11 @@ class Server:
     async def pause(self, mode: str) -> None:
         """Pause generation until `resume`."""
         self.paused = True  # even if the answer is lost
-        await self.ask("POST", "/pause_generation", {"mode": mode})
+        await self.ask("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         if self.paused:
-            await self.ask("POST", "/continue_generation", {})
+            await self.ask("/continue_generation", {})
             self.paused = False
 
     async def release_cache(self, released: bool, resumes: bool) -> None:
@@ -223,32 +218,24 @@ class Server:
                 self.cache_released = True  # from here on nothing is generated, even if the command fails
                 while self._tokens:
                     await asyncio.wait(self._tokens)
-                await self.ask("POST", "/release_memory_occupation", CACHE)
+                await self.ask("/release_memory_occupation", CACHE)
             elif self.cache_released and not released:
-                await self.ask("POST", "/resume_memory_occupation", CACHE)
+                await self.ask("/resume_memory_occupation", CACHE)
                 self.cache_released = False
             if resumes:
                 await self.resume()
 
-    async def drained(self, busy: Busy) -> None:
-        """Return when no request of this client or of others is in flight."""
-        waits = self.requests + (await busy()).get(self.url, 0)
-        if waits:
-            log.info("new weights wait for the end of %d requests (rollout.interruption: drain)", waits)
-        while self.requests + (await busy()).get(self.url, 0):
-            await asyncio.sleep(POLL_SECONDS)
-
     async def reads(self, store: str) -> bool:
         """Whether the server loads weights from this store by itself, which plain SGLang does not."""
         try:
-            answer = await self.ask("GET", STORE_OF, seconds=HEALTH_SECONDS)
+            answer = await self.ask(STORE_OF, seconds=HEALTH_SECONDS)
         except BadRequest:
             return False
         return bool(answer["url"] == store)
 
     async def load_weights(self, target: Target, flags: Mapping[str, bool]) -> None:
         body = {"model_path": target.uri, "weight_version": str(target.version), **flags}
-        answer = await self.ask("POST", "/update_weights_from_disk", body)
+        answer = await self.ask("/update_weights_from_disk", body)
         if not answer.get("success", True):
             raise BadRequest(f"{self.url} did not load {target.uri}: {answer.get('message')}")
 
@@ -256,7 +243,7 @@ class Server:
 
     async def ask_version(self) -> str:
         """The name of the weights that the server holds, asked for now; sets `version` to it, None if not a number."""
-        name = str((await self.ask("GET", "/model_info"))["weight_version"])
+        name = str((await self.ask("/model_info"))["weight_version"])
         self.version = int(name) if name.isdecimal() else None
         return name
 
@@ -267,11 +254,11 @@ class Server:
         as progress: with `token`, a generated token, unless the server must not generate; else the answer of SGLang's
         scheduler, since the progress of a command is unknown.
         """
-        info = await self.ask("GET", "/server_info", seconds=HEALTH_SECONDS)
+        info = await self.ask("/server_info", seconds=HEALTH_SECONDS)
         if (self.requests or self.other_requests) and "steps" in info and not info["paused"]:
             return info["steps"]
         if token and not (self.paused or self.cache_released):
-            check = asyncio.ensure_future(self.ask("GET", "/health_generate", seconds=HEALTH_SECONDS))
+            check = asyncio.ensure_future(self.ask("/health_generate", seconds=HEALTH_SECONDS))
             self._tokens.add(check)
             check.add_done_callback(self._tokens.discard)
             await check
@@ -281,15 +268,18 @@ class Server:
         """The samples that it decodes, and its queue; unless it `reports` them: the known requests, and None."""
         if not reports:
             return self.requests + self.other_requests, None
-        info = await self.ask("GET", "/server_info", seconds=QUEUE_SECONDS)
+        info = await self.ask("/server_info", seconds=QUEUE_SECONDS)
         return info["running"], info["queued"]
 
     async def heartbeat(self, token: bool) -> Heartbeat:
-        """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it."""
+        """`probe` as a `Heartbeat`, with a description of the server's work; an error becomes part of it.
+
+        `token`: a server with requests in flight may be asked for one.
+        """
         requests = self.requests + self.other_requests
         work = f"{requests} requests in flight" if requests else "a command in progress"
         try:
-            return Heartbeat(await self.probe(token), work)
+            return Heartbeat(await self.probe(token and requests > 0), work)
         except (ServerDown, BadRequest) as error:
             return Heartbeat(None, f"{work}; {error}")
 

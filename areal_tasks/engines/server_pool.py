@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
-from areal_tasks.engines.server import POLL_SECONDS, Server, ServerDown, Target, choose, in_flight
+from areal_tasks.engines.server import Server, ServerDown, Target, choose, in_flight
 from areal_tasks.engines.sharing import Followers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
@@ -29,6 +29,7 @@ from schemas.recipe.sections import Inference
 log = logging.getLogger(__name__)
 S = TypeVar("S", Server, None)
 
+POLL_SECONDS: Final = 0.05
 NO_SERVER_SECONDS: Final = 10.0  # how long a request waits when every server is evicted and none is restarted
 PROBE_SECONDS: Final = (0.1, 5.0)  # pause before the first probe of an evicted server, and the longest between two
 LOST_SECONDS: Final = 20.0  # a server that has failed for longer is restarted
@@ -167,7 +168,7 @@ class ServerPool(ABC):
 
     async def _check(self, server: Server) -> None:
         if self._external and not server.cache_released:
-            answers = await server.ask("POST", "/generate", PROBE)
+            answers = await server.ask("/generate", PROBE)
             check_temperature(server.url, answers)
             if self._loading.pause == "in_place":
                 check_versions_reported(server.url, answers)
@@ -236,11 +237,8 @@ class ServerPool(ABC):
         """A heartbeat of each server that has work in progress (`everyone`: of every server), by its address."""
         self._count_other_requests()
         busy = [s for s in self.servers if s.healthy and (s.asks or s.other_requests or everyone)]  # others are evicted
-        heartbeats = await asyncio.gather(*map(self._heartbeat, busy))
+        heartbeats = await asyncio.gather(*(server.heartbeat(self.target is not None) for server in busy))
         return dict(zip([server.url for server in busy], heartbeats, strict=True))
-
-    async def _heartbeat(self, server: Server) -> Heartbeat:
-        return await server.heartbeat(token=self.target is not None and server.requests + server.other_requests > 0)
 
     async def evict(self, failed: Mapping[str, str]) -> None:
         """Evict the servers that another component saw fail: `failed` gives the reasons by address."""
@@ -282,7 +280,7 @@ class ServerPool(ABC):
             await asyncio.sleep(WATCH_SECONDS)
             if not (server.requests and server.healthy):
                 return
-            before, heartbeat = heartbeat.progress, await self._heartbeat(server)
+            before, heartbeat = heartbeat.progress, await server.heartbeat(self.target is not None)
             silent = 0 if heartbeat.progress not in (None, before) else silent + 1
         self._evict(server, ServerDown(f"it hangs: {heartbeat.says}"))
         await server.drop()

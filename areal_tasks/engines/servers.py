@@ -176,12 +176,13 @@ class Servers:
         server, current = self.call(pool.hold(name_of(ref)), generates=pool)
         own = self.new_client(pool.settings.request_timeout_seconds if self.external else math.inf)
         with ExitStack() as stack:
-            stack.callback(lambda: self.ask_workers(pool.release(server)))  # last
+            name = self.supervisor.name_at(server.url)  # also after its end
+            stack.callback(lambda: self.ask_workers(pool.release(server), f" about requests on {name}"))  # last
             stack.callback(lambda: self.loop.run(own.close()))
             stack.callback(setattr, self, "holder", None)
             stack.callback(source.fetched.close)
-            version, name, where = source.target(ref)
-            self.loop.run(own.holding(version, name, where if current else source.ready(ref)))
+            target = source.target(ref)
+            self.loop.run(own.holding(target if current else replace(target, uri=source.ready(ref))))
             self.loop.run(own.sync({server.url: server.start}, [server.url] if current else []))
             self.holder = own
             self.call(own.wait_healthy())
@@ -206,7 +207,7 @@ class Servers:
         ready(self.supervisor, self.watchdog, self.names, self.written)
         for one in self.supervisor.poll(self.names)[:1]:
             if one.weights is not None:
-                self.loop.run(client.holding(*self.weights.target(one.weights)))
+                self.loop.run(client.holding(self.weights.target(one.weights)))
         return client
 
     def _clients(self) -> list[InferenceClient]:
@@ -223,9 +224,9 @@ class Servers:
         with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
             return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
-    def ask_workers(self, work: Coroutine[Any, Any, T]) -> T:
+    def ask_workers(self, work: Coroutine[Any, Any, T], about: str = "") -> T:
         """As `call`, of what waits for rollout workers: the watchdog ends one that hangs. Supervises no servers."""
-        with self.watchdog.waiting("an answer of the rollout workers", self._workers_heartbeats):
+        with self.watchdog.waiting(f"an answer of the rollout workers{about}", self._workers_heartbeats):
             return self.loop.run(work)
 
     def _supervise_if_free(self, generates: InferenceClient | None) -> None:
@@ -296,10 +297,8 @@ class Servers:
     def queues(self) -> dict[str, tuple[int, int | None]]:
         """As `ServerPool.queues`, by the workers' last heartbeats. For any thread; TimeoutError after a while."""
         self._workers_heartbeats()
-        found: dict[str, tuple[int, int | None]] = {}
-        for client in self._clients():
-            found |= self.loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS)
-        return found
+        found = [self.loop.run(client.queues(), HEARTBEAT_LIMIT_SECONDS) for client in self._clients()]
+        return {url: queue for queues in found for url, queue in queues.items()}
 
     def serve(self, ref: WeightsRef, trainer: TrainerClient | None = None, handed: bool = False) -> list[float]:
         """Make every server generate with `ref`; returns the seconds per server, none if nothing had to be done.
@@ -314,7 +313,7 @@ class Servers:
             if self.count and not handed:
                 return self._give(self._supervised(), ref, trainer)
             if self._client is not None:
-                self.loop.run(self._client.holding(*self.weights.target(ref)))
+                self.loop.run(self._client.holding(self.weights.target(ref)))
             return []
 
     def _give(self, client: InferenceClient, ref: WeightsRef, trainer: TrainerClient | None = None) -> list[float]:

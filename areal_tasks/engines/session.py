@@ -1,4 +1,4 @@
-"""The engines of one run: inference servers, trainer, verifiers, and their supervisor and watchdog."""
+"""The engines of one run: inference servers, trainers, verifiers, and their supervisor and watchdog."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.models import describing_files, load_tokenizer
 from areal_tasks.engines.servers import Servers
 from areal_tasks.engines.service import ModelFolder, ServiceSpec, part_name, spec_of
-from areal_tasks.engines.starting import MODULES, TRAINER, WORKER, may_load_early, startable_folder, trainer_names
+from areal_tasks.engines.starting import (
+    ACTOR,
+    MODULES,
+    ROLES,
+    TRAINER,
+    WORKER,
+    Role,
+    may_load_early,
+    startable_folder,
+    trainer_names,
+)
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
 from areal_tasks.launchers.choice import on_this_machine
@@ -37,11 +47,11 @@ from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 log = logging.getLogger(__name__)
 
 
-SUPERVISE_SECONDS: Final = 1.0  # between two polls of trainer and workers while the flow does something else
+SUPERVISE_SECONDS: Final = 1.0  # between two polls of trainers and workers while the flow does something else
 
 
 class Engines:
-    """All resident processes: trainer, inference servers, verifiers. Use as a context: leaving it stops them."""
+    """All resident processes: trainers, inference servers, verifiers. Use as a context: leaving it stops them."""
 
     def __init__(self, run: Run, recipe: Recipe, logs: Path, *, generates: bool = True) -> None:
         self.run = run
@@ -49,11 +59,10 @@ class Engines:
         self.initial: WeightsRef | None = None
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
-        #: The trainer of the policy that generates.
-        self.actor = ResidentTrainer(
-            run, trainer_names(recipe), self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
-        )
-        self.servers = Servers(run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends)
+        alike = self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
+        self.trainers = {role: ResidentTrainer(run, trainer_names(recipe, role), *alike) for role in ROLES}
+        of_run = run, recipe, generates, self.supervisor, self.watchdog
+        self.servers: Servers = Servers(*of_run, self.actor, lambda: self.ends)
         self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward)
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
         self._closed = threading.Event()
@@ -70,12 +79,20 @@ class Engines:
             stack.callback(self.supervisor.__exit__, *error)
             if self._verifiers is not None:
                 stack.callback(self._verifiers.close)
-            stack.callback(self.actor.close)
+            for trainer in self.trainers.values():
+                stack.callback(trainer.close)
             self.servers.close()
+
+    @property
+    def actor(self) -> ResidentTrainer:
+        """The trainer of the policy that generates."""
+        return self.trainers[ACTOR]
 
     def run_has_changed(self, run: Run) -> None:
         """Use `run`, whose recipes of coming iterations have changed."""
-        self.run = self.actor.run = self.servers.run = run
+        self.run = self.servers.run = run
+        for trainer in self.trainers.values():
+            trainer.run = run
 
     def adapt(self, recipe: Recipe) -> None:
         """Change to this recipe, which may differ from the one before in live fields only."""
@@ -85,7 +102,8 @@ class Engines:
         self.supervisor.settings = self.watchdog.settings = recipe.launcher
         if not self.supervisor.services:  # nothing has started
             self.servers.recipe = self.servers.workers.recipe = self.servers.evaluators.recipe = recipe
-            self.actor.names = trainer_names(recipe)
+            for role, trainer in self.trainers.items():
+                trainer.names = trainer_names(recipe, role)
             return
         placement = self._placement(recipe)
         if placement != self.servers.placement:
@@ -94,12 +112,12 @@ class Engines:
         self.servers.adapt(recipe, placement, lambda: self._start_servers(join, weights=self.servers.written))
         for workers in self.servers.all_workers:
             workers.adapt(recipe, lambda name: join(*self._worker(name)))
-        if resizes:
-            log.info("the trainer is started again as %d ranks", recipe.trainer.ranks)  # type: ignore[union-attr]
-            self.actor.replace(trainer_names(recipe), partial(self._start_trainer, join))
+        for role, trainer in self.trainers.items() if resizes else ():
+            log.info("the %s is started again as %d ranks", role, recipe.trainer.ranks)  # type: ignore[union-attr]
+            trainer.replace(trainer_names(recipe, role), partial(self._start_trainer, role, join))
 
     def resizes(self, recipe: Recipe) -> bool:
-        """Whether the trainer has another number of ranks or machines with this recipe."""
+        """Whether the trainers have another number of ranks or machines with this recipe."""
         if isinstance(recipe, EvaluateRecipe) or isinstance(self.recipe, EvaluateRecipe):
             return False
         before, after = self.recipe.trainer, recipe.trainer
@@ -131,8 +149,8 @@ class Engines:
             servers.transport = choose_transport(self.recipe, placement, bool(servers.external))
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
-        if not isinstance(self.recipe, EvaluateRecipe):
-            self._start_trainer(self.supervisor.start)
+        for role in self.trainers if not isinstance(self.recipe, EvaluateRecipe) else ():
+            self._start_trainer(role, self.supervisor.start)
         for name in servers.workers.names:
             self.supervisor.start(*self._worker(name))
         if (folder := startable_folder(self.run, self.recipe)) is not None:
@@ -142,13 +160,14 @@ class Engines:
             in_background(self.verifiers.__enter__, "verifiers")  # their first use raises an error
 
     def _supervise(self) -> None:
-        """Restart trainer and rollout workers when they end, whatever the flow does. Errors recur at their next use.
+        """Restart trainers and rollout workers when they end, whatever the flow does. Errors recur at their next use.
 
         If one machine of a trainer is lost, this also ends its services on the others, and thereby their command.
         """
         while not self._closed.wait(SUPERVISE_SECONDS):
-            with suppress(Exception):
-                self.supervisor.poll([name for name in self.actor.names if name in self.supervisor.services])
+            for trainer in self.trainers.values():
+                with suppress(Exception):
+                    self.supervisor.poll([name for name in trainer.names if name in self.supervisor.services])
             for workers in self.servers.all_workers:
                 with suppress(Exception):
                     workers.supervise()
@@ -171,15 +190,15 @@ class Engines:
         for name in self.servers.evaluators.names:  # last: where room is scarce, training comes first
             self.supervisor.start(*self._worker(name))
 
-    def _start_trainer(self, start: Callable[..., None]) -> None:
-        """Start the trainer's services; `start` is the supervisor's method `start` or `join`."""
+    def _start_trainer(self, role: Role, start: Callable[..., None]) -> None:
+        """Start a trainer's services; `start` is the supervisor's method `start` or `join`."""
         assert not isinstance(self.recipe, EvaluateRecipe)
-        sending = sending_ranks(self.servers.transport, self.servers.placement)
+        sending = sending_ranks(self.servers.transport, self.servers.placement) if role == ACTOR else ()
         placed: dict[str, Any] = {"gpus": self.servers.placement.trainer, "sending": sending}
-        for node, name in enumerate(self.actor.names):
+        for node, name in enumerate(self.trainers[role].names):
             spec = spec_of(self.run, self.recipe, name, node=node, **placed)
             settings, needs = self.recipe.trainer, trainer_needs(self.recipe)
-            start(MODULES[TRAINER], spec, settings.threads, needs, group=TRAINER)
+            start(MODULES[TRAINER], spec, settings.threads, needs, group=role)
 
     def _start_servers(self, start: Callable[..., None], **starts_on: WeightsRef | ModelFolder | None) -> None:
         """Start the servers that do not run; `start` is the supervisor's method `start` or `join`."""
@@ -199,9 +218,9 @@ class Engines:
         return WORKER, spec_of(self.run, self.recipe, name), 1, worker_needs(self.recipe)
 
     def load_early(self, version: int) -> None:
-        """Have the trainer load `version` while servers start, if that is possible. Does not wait for it."""
-        if may_load_early(self.recipe):
-            in_background(lambda: self.actor.at(version), "early-load")  # an error recurs at the first use
+        """Have the trainers load `version` while servers start, if that is possible. Does not wait for it."""
+        for trainer in self.trainers.values() if may_load_early(self.recipe) else ():
+            in_background(partial(trainer.at, version), "early-load")  # an error recurs at the first use
 
     @property
     def verifiers(self) -> VerifierPool:

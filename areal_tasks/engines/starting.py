@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NewType
 
 from areal_tasks.data.datasets import splits
 from areal_tasks.engines.models import file_states
@@ -16,6 +16,10 @@ from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
 
 TRAINER: Final = "trainer"
+#: A trainer of a run: also the name of its first service, and of the group of its services.
+Role = NewType("Role", str)
+ACTOR: Final = Role(TRAINER)  # it trains the policy that generates
+ROLES: tuple[Role, ...] = (ACTOR,)
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
 WORKER: Final = "areal_tasks.rollout.worker"
@@ -23,10 +27,10 @@ WORKER: Final = "areal_tasks.rollout.worker"
 NO_MACHINE: Final = "launcher.queue_seconds until a machine runs it, then launcher.startup_seconds"
 
 
-def trainer_names(recipe: Recipe) -> list[str]:
-    """The names of the trainer's services: one on each of its machines."""
+def trainer_names(recipe: Recipe, *roles: Role) -> list[str]:
+    """The names of the services of these trainers (none named: of all): one on each machine of a trainer."""
     nodes = 1 if isinstance(recipe, EvaluateRecipe) else recipe.trainer.nodes
-    return [TRAINER, *(f"{TRAINER}-{node}" for node in range(1, nodes))]
+    return [f"{role}-{node}" if node else role for role in roles or ROLES for node in range(nodes)]
 
 
 def worker_names(recipe: Recipe) -> list[str]:

@@ -28,7 +28,7 @@ class TrainerDown(Exception):
 
 
 class TrainerClient:
-    """A connection to a trainer group's rank 0.
+    """A connection to rank 0 of a trainer group, which listens as the service `name`.
 
     Methods raise TrainerDown for what may be retried, Unavailable if the trainer cannot reach the store, and UserError,
     with the trainer's reason, for what only a person can change: recipe, data, memory, a run that was restarted.
@@ -37,16 +37,19 @@ class TrainerClient:
     ends it. `on_broken` is called with the reason if the trainer's process must be replaced.
     """
 
-    def __init__(self, url: str, access: Access, watchdog: Watchdog, on_broken: Callable[[str], object]) -> None:
+    def __init__(
+        self, name: str, url: str, access: Access, watchdog: Watchdog, on_broken: Callable[[str], object]
+    ) -> None:
         timeout = httpx.Timeout(None, connect=10.0)
         self.http = httpx.Client(base_url=url, headers=access.headers, transport=access.transport(), timeout=timeout)
+        self.name = name
         self.watchdog = watchdog
         self.on_broken = on_broken
 
     def run(self, command: Command | None, answer: type[Answer]) -> Answer:
         """The answer to a command (None: /health), during which the watchdog watches the trainer."""
         what = "/health" if command is None else f"/{command.name} of version {command.version}"
-        with self.watchdog.waiting(what, lambda: {"trainer": self.heartbeat()}):
+        with self.watchdog.waiting(what, lambda: {self.name: self.heartbeat()}, commands=self.name):
             return self._exchange(answer, command)
 
     def health(self) -> Health:

@@ -128,7 +128,7 @@ class ResidentTrainer:
         if self.client is None or self._address != url:
             self.close()
             on_broken = partial(self.supervisor.end, [url])
-            self.client = TrainerClient(url, self.supervisor.access, self.watchdog, on_broken)
+            self.client = TrainerClient(self.names[0], url, self.supervisor.access, self.watchdog, on_broken)
             self._address = url
         return self.client
 

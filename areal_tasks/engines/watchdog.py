@@ -70,11 +70,12 @@ class _Silence:
 
 @dataclass(eq=False)
 class _Wait:
-    """A registered wait. `limit`: what ends it; empty: the watchdog ends a service that hangs."""
+    """A registered wait. `limit`, `commands`: see `Watchdog.waiting`."""
 
     what: str
     poll: Poll
     limit: str
+    commands: str
     since: float
     silences: dict[str, _Silence] = field(default_factory=dict)
 
@@ -104,22 +105,26 @@ class Watchdog:
         self._closed.set()
 
     @contextmanager
-    def waiting(self, what: str, poll: Poll = dict, *, limit: str = "") -> Iterator[None]:
+    def waiting(self, what: str, poll: Poll = dict, *, limit: str = "", commands: str = "") -> Iterator[None]:
         """While inside, the run waits for `what`, on which the services that `poll` reports are working.
 
         `poll` is called in the watchdog's thread, and omits idle services. A service that hangs is ended, unless
-        something else ends the wait: `limit` names it, here or in the heartbeat.
+        something else ends the wait: `limit` names it, here or in the heartbeat. `commands`: the trainer that `what` is
+        a command of.
         """
-        wait = _Wait(what, poll, limit, self.clock())
+        wait = _Wait(what, poll, limit, commands, self.clock())
         self._waits[id(wait)] = wait
         try:
             yield
         finally:
             del self._waits[id(wait)]
 
-    def registered(self) -> list[str]:
-        """What the run waits for now, however briefly, the longest wait first. May be called from any thread."""
-        return [wait.what for wait in list(self._waits.values())]
+    def registered(self, trainer: str = "") -> list[str]:
+        """What the run waits for now, however briefly, the longest wait first. May be called from any thread.
+
+        Without the commands of other trainers than `trainer`, if given.
+        """
+        return [one.what for one in list(self._waits.values()) if not trainer or one.commands in ("", trainer)]
 
     def waits(self, seconds: float) -> list[Waited]:
         """The waits of at least `seconds`, longest first; this process only if there are no others. For any thread."""

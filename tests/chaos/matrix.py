@@ -119,7 +119,7 @@ class Matrix:
 
     @property
     def overrides(self) -> str:
-        length = f"schedule.iterations={self.iterations} evaluation.every={self.iterations}"
+        length = f"schedule.iterations={self.iterations} evaluation.every=5"
         ahead = f"rollout.max_head_offpolicyness={self.eta} rollout.flush_seconds=0.1 rollout.workers=2"
         ahead = ahead if self.eta else ""
         return f"model.warm_start= model.path=run://{BASE}-sft trainer.recover_within_seconds=0.2 {length} {ahead}"
@@ -222,7 +222,7 @@ class Matrix:
 
 def rows(scene: Scene, run: str) -> dict[str, object]:
     """How many rows each table holds of each iteration."""
-    tables = ("rollout", "verify", "advantage", "train_steps", "train_samples", "samples", "publish")
+    tables = ("rollout", "verify", "advantage", "train_steps", "train_samples", "samples", "publish", "evaluate")
     query = "SELECT iteration, count(*) AS n FROM {} GROUP BY 1 ORDER BY 1"
     return {table: run_sql(scene.store, run, query.format(table)).to_pylist() for table in tables}
 

@@ -18,6 +18,7 @@ import httpx
 import psutil
 from s3_server import BUCKET, PORTS, S3Process, free_ports, start_server
 
+from areal_tasks.engines.service import SPEC
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.paths import iteration_commit
 from flows.cli import machine
@@ -31,9 +32,10 @@ SERVICES = {
     "trainer": "areal_tasks.engines.trainer",
     "inference": "areal_tasks.engines.embedded",
     "rollout": "areal_tasks.rollout.worker",
+    "evaluation": "areal_tasks.rollout.worker",
 }
-#: `worker` is Prefect's, `rollout` the run's own.
-VICTIMS = ("flow", "worker", "trainer", "inference", "rollout", "server", "s3")
+#: `worker` is Prefect's, `rollout` one of the run's own that generate for training, `evaluation` the one that does not.
+VICTIMS = ("flow", "worker", "trainer", "inference", "rollout", "evaluation", "server", "s3")
 
 
 class Failed(Exception):
@@ -116,7 +118,8 @@ class Scene:
             server = self.bucket.server if self.bucket else None
             return server.process.pid if server and server.process.poll() is None else None
         found = [process for process, owner in flow_processes().items() if owner == flow_run]
-        return next((one.pid for one in found if SERVICES.get(victim, "prefect.engine") in command(one)), None)
+        part, evaluates = SERVICES.get(victim, "prefect.engine"), victim == "evaluation"
+        return next((one.pid for one in found if part in command(one) and is_evaluator(one) == evaluates), None)
 
     def left_over(self) -> list[str]:
         """Processes of flow runs that still run."""
@@ -132,6 +135,12 @@ def command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def is_evaluator(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error, KeyError):
+        return bool(json.loads(process.environ()[SPEC])["name"] == "rollout-evaluation")
+    return False
 
 
 def kill(pid: int) -> None:

@@ -11,14 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from matrix import POINTS, Tally, difference, parser, report
-from scene import INJECT, VICTIMS, Bucket
+from scene import INJECT, VICTIMS, Bucket, is_evaluator
+from stage_driver import tiny
 from store_listing import listed
 from waiting import wait_until
 
+from areal_tasks.engines.service import SPEC, spec_of
 from areal_tasks.store import paths
 from areal_tasks.store.backend import open_store
+from areal_tasks.store.opening import open_run
 
 WRITES = {
     "stage manifest": paths.stage_manifest("r", 3, "rollout", "0a1b"),
@@ -67,6 +71,19 @@ def test_only_the_victim_itself_strikes_where_that_is_asked(tmp_path: Path) -> N
     point = {"when": "before", "match": POINTS["checkpoint"], "pid": os.getpid(), "own": True}
     code, there = write(tmp_path, WRITES["checkpoint"], point)
     assert code == 0 and "r/later" in there, "this process would have been killed"
+
+
+@pytest.mark.parametrize(("service", "evaluates"), [("rollout-evaluation", True), ("rollout-0", False)])
+def test_the_worker_that_evaluates_is_told_from_the_others(tmp_path: Path, service: str, evaluates: bool) -> None:
+    run = open_run(open_store(tmp_path.as_uri()), "r", tiny())
+    environment = os.environ | {SPEC: spec_of(run, tiny(), service).model_dump_json()}
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"], env=environment, stdin=-1, stdout=-1
+    ) as it:
+        assert it.stdout is not None and it.stdout.readline() == b"\n"
+        assert is_evaluator(psutil.Process(it.pid)) == evaluates
+        it.communicate(b"\n")
+    assert not is_evaluator(psutil.Process())
 
 
 def test_an_s3_server_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 from areal_tasks.engines import server_pool
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
-from areal_tasks.engines.server import BadRequest, Server, ServerDown
+from areal_tasks.engines.server import BadRequest, Server, ServerDown, Target
 from schemas.errors import UserError
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, check, requests, run, serving, until
@@ -256,7 +256,7 @@ def test_a_load_of_another_attempt_at_the_same_version_does_not_count() -> None:
 
             async def outdated(request: web.Request) -> web.Response:
                 fake.on_update = fake.update
-                await client.holding(5, "b", "attempt=b")
+                await client.holding(Target(5, "b", "attempt=b"))
                 return await fake.update(request)
 
             fake.on_update = outdated
@@ -419,8 +419,8 @@ def test_a_timeout_names_the_setting_that_it_is() -> None:
         async with serving(Fake(delay=60.0), request_timeout_seconds=0.05) as client:
             server = client.servers[0]
             with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.05 s, .* inference\.request_t"):
-                await server.ask("POST", "/generate", {"input_ids": [[1]]})
+                await server.ask("/generate", {"input_ids": [[1]]})
             with pytest.raises(ServerDown, match=r"/generate: no answer within 0\.01 s$"):
-                await server.ask("POST", "/generate", {"input_ids": [[1]]}, seconds=0.01)
+                await server.ask("/generate", {"input_ids": [[1]]}, seconds=0.01)
 
     run(test)

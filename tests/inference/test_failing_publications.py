@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,7 @@ from test_damaged_weights import weights
 from waiting import wait_until
 
 from areal_tasks.engines import server_pool
+from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.handover import name_of
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
@@ -191,7 +192,7 @@ def test_a_server_is_not_waited_for_where_no_thread_gives_the_weights_that_all_l
 
 
 class Hangs(Followers):
-    """Rollout workers that do not answer until they are ended."""
+    """Rollout workers that do not answer until they are ended: until then they may have requests on a server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,29 +201,58 @@ class Hangs(Followers):
     async def acknowledged(self) -> None:
         await self.ended.wait()
 
+    async def busy(self) -> Mapping[str, int]:
+        await self.ended.wait()
+        return {}
+
+
+@contextmanager
+def hanging_worker(engines: Engines, client: InferenceClient, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """While inside, a rollout worker hangs until the watchdog ends it. Yields the reasons that this is given."""
+    servers, worker, reasons = engines.servers, Hangs(), list[str]()
+
+    def end(name: str, why: str) -> None:
+        reasons.append(f"{name} {why}")
+        servers.loop.loop.call_soon_threadsafe(worker.ended.set)
+
+    hanging = Watchdog(Launcher(warn_seconds=0.1, hang_seconds=0.2), end)
+    patch.setattr(servers, "watchdog", hanging)
+    patch.setattr(servers, "_workers_heartbeats", lambda: {"rollout-0": Heartbeat(None, "no answer")})
+    client.followers.parts.append(worker)
+    yield reasons
+    hanging.close()
+
 
 def test_a_worker_that_hangs_after_a_failed_publication_is_named_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flow waits until it has acknowledged that the versions are unknown."""
     with running(tmp_path) as (engines, _, author):
-        servers, worker, waits = engines.servers, Hangs(), list[str]()
-        client = servers.inference()
-
-        def end(name: str, why: str) -> None:
-            waits.extend(engines.watchdog.registered())
-            servers.loop.loop.call_soon_threadsafe(worker.ended.set)
-
-        hanging = Watchdog(Launcher(warn_seconds=0.1, hang_seconds=0.2), end)
-        monkeypatch.setattr(servers, "watchdog", hanging)
-        monkeypatch.setattr(engines, "watchdog", hanging)
-        monkeypatch.setattr(servers, "_workers_heartbeats", lambda: {"rollout-0": Heartbeat(None, "no answer")})
+        client = engines.servers.inference()
         monkeypatch.setattr(client, "update_weights", lambda *_: refused())
-        client.followers.parts.append(worker)
-        with pytest.raises(UserError, match="no server takes them"):
+        hangs, fails = hanging_worker(engines, client, monkeypatch), pytest.raises(UserError, match="no server takes")
+        with hangs as reasons, fails:
             publish(engines, author, 4)
-        assert "an answer of the rollout workers" in waits
-        hanging.close()
+        assert any(why.startswith("rollout-0 hangs at an answer of the rollout workers: ") for why in reasons)
+
+
+def test_a_worker_that_hangs_with_requests_on_a_server_is_ended_with_that_servers_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation releases the server while the others are interrupted: first all requests on it have to end."""
+    with running(tmp_path) as (engines, loaders, _):
+        names = {loader.url: f"inference-{i}" for i, loader in enumerate(loaders)}
+        monkeypatch.setattr(engines.supervisor, "name_at", names.__getitem__)
+        ref, client = engines.servers.serving, engines.servers.inference()
+        assert ref is not None
+        with ExitStack() as stack:
+            with engines.servers.held(ref):
+                [held] = client.held()
+                engines.servers.call(client.interrupt())
+                reasons = stack.enter_context(hanging_worker(engines, client, monkeypatch))
+            assert reasons[0].startswith(
+                f"rollout-0 hangs at an answer of the rollout workers about requests on {names[held]}: no progress"
+            )
 
 
 async def refused() -> list[float]:

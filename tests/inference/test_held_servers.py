@@ -7,7 +7,7 @@ import math
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
-from areal_tasks.engines.server import Server
+from areal_tasks.engines.server import Server, Target
 from areal_tasks.engines.server_pool import NO_SERVER_SECONDS
 from areal_tasks.engines.sharing import Followers
 from schemas.recipe.sections import Inference
@@ -158,7 +158,7 @@ def test_its_holder_takes_no_other_weights_from_it() -> None:
         async with serving(*fakes):
             for fake, updates in zip(fakes, ([], ["one"]), strict=True):
                 own = InferenceClient([], Access("token"), Inference(), math.inf)
-                await own.holding(1, "one", "one")
+                await own.holding(Target(1, "one", "one"))
                 await own.sync({fake.url: 0}, [fake.url])
                 check(requests(2), await own.generate(requests(2)), version=1)
                 assert fake.updates == updates

@@ -333,7 +333,7 @@ def test_draining_lets_requests_end_and_holds_new_ones_back(
             early = asyncio.ensure_future(client.generate([request()]))
             await asyncio.to_thread(held.wait)
             update = asyncio.ensure_future(client.update_weights(str(other_folder), 1))
-            await until(lambda: "wait for the end of 1 requests" in caplog.text)
+            await until(lambda: "change after the end of 1 requests" in caplog.text)
             late = asyncio.ensure_future(client.generate([request(1)]))
             await until(lambda: client._waiting)
             assert engine.version == "0" and not update.done()

@@ -334,7 +334,7 @@ def test_the_trainer_waits_for_the_end_of_requests(begin: Begin, caplog: pytest.
     def update() -> None:
         with ThreadPoolExecutor() as pool:
             work = pool.submit(engines.servers.serve, UNWRITTEN, trainer)  # type: ignore[arg-type]
-            engines.servers.loop.run(until(lambda: "wait for the end of 1 requests" in caplog.text))
+            engines.servers.loop.run(until(lambda: "change after the end of 1 requests" in caplog.text))
             assert fake.may_go_on is not None
             engines.servers.loop.loop.call_soon_threadsafe(fake.may_go_on.set)
             work.result(LIMIT)

@@ -21,7 +21,7 @@ from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Ends
 from areal_tasks.engines.handover import name_of
-from areal_tasks.engines.server import ServerDown
+from areal_tasks.engines.server import ServerDown, Target
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer.commands import Publish, Send, Sent, Written
 from areal_tasks.engines.trainer_client import TrainerDown
@@ -42,7 +42,7 @@ async def supervised(*fakes: Fake) -> AsyncIterator[InferenceClient]:
     """A client whose servers another process restarts; it has none at first, and wants version 0."""
     runners = [await serve(fake) for fake in fakes]
     client = InferenceClient([], Access("token"), Inference(), math.inf)
-    await client.holding(0, "zero", None)
+    await client.holding(Target(0, "zero"))
     try:
         yield client
     finally:
@@ -141,7 +141,7 @@ def test_or_until_those_in_force_are_written_somewhere() -> None:
         async with supervised(there, joins) as client:
             await client.sync(starts(there, joins), [there.url])
             await until(lambda: len(client.healthy()) == 2)
-            await client.holding(0, "written now", "zero")
+            await client.holding(Target(0, "written now", "zero"))
             await until(lambda: all(server.may_generate for server in client.servers))
             assert (there.updates, joins.updates) == ([], ["zero"])
 

@@ -50,6 +50,7 @@ def waits(what: str) -> State:
         (["publish 2", "/publish of version 3"], False, works("publish"), works("publish")),
         (["publish 2", "generation"], False, waits("servers"), waits("servers")),  # updated ones score a part
         (["publish 2", "a command to the servers"], False, waits("servers"), waits("servers")),
+        (["evaluate version 2", "an answer of the rollout workers"], False, waits("servers"), waits("servers")),
         (["publish 2", "weights from the trainer", "/send of version 3"], False, waits("servers"), works("send")),
         (["verify 3", "verdicts"], False, waits("verdicts"), waits("verdicts")),
         (["advantage 3", "/health"], False, works("advantage"), waits("advantage")),

@@ -105,7 +105,7 @@ def test_the_caller_learns_what_kind_of_error_it_was(error: Exception, meant: ty
     sent = TestClient(app).post("/train")
     broken: list[str] = []
     client = trainer_client.TrainerClient(
-        "http://trainer", Access(), Watchdog(Launcher(), lambda _name, _why: None), broken.append
+        "trainer", "http://trainer", Access(), Watchdog(Launcher(), lambda _name, _why: None), broken.append
     )
     answer = httpx.Response(sent.status_code, content=sent.content)
     client.http = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://trainer")

@@ -23,7 +23,7 @@ from schemas.recipe.launcher import Launcher
 def client() -> Iterator[TrainerClient]:
     """Of a trainer that does not run."""
     watchdog = Watchdog(Launcher(), lambda _name, _why: None)
-    client = TrainerClient("http://127.0.0.1:9", Access("token"), watchdog, print)
+    client = TrainerClient("trainer", "http://127.0.0.1:9", Access("token"), watchdog, print)
     yield client
     client.close()
     watchdog.close()

@@ -37,9 +37,8 @@ def supervisor(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def _client(supervisor: Supervisor) -> TrainerClient:
     """The trainer; started again if it has ended."""
-    return TrainerClient(
-        supervisor.wait(["trainer"])[0], supervisor.access, Watchdog(Launcher(), lambda _name, _why: None), print
-    )
+    [url], watchdog = supervisor.wait(["trainer"]), Watchdog(Launcher(), lambda _name, _why: None)
+    return TrainerClient("trainer", url, supervisor.access, watchdog, print)
 
 
 def _ranks(supervisor: Supervisor) -> list[psutil.Process]:

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 STARTED: Final = "AREAL_LOCAL_RANK"
 #: Time between a rank's failure and the end of the group, in which rank 0 can answer with the reason.
 ANSWER_SECONDS: Final = 1.0
-MEETING: Final = "trainer-meeting"  # under this name the first machine registers the group's store
+MEETING: Final = "{}-meeting"  # under this name the first machine of a trainer registers the group's store
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def _open_store(place: Place, spec: ServiceSpec) -> dist.TCPStore:
     if place.rank == 0:
         store = serve_store(*at, place.world)
         if place.local_world < place.world:
-            register_meeting(spec, MEETING, store.host, store.port)
+            register_meeting(spec, MEETING.format(spec.name), store.host, store.port)
         return store
     if not place.spawned:
-        at = await_meeting(spec, MEETING)
+        at = await_meeting(spec, MEETING.format(spec.name.removesuffix(f"-{spec.node}")))
     return dist.TCPStore(*at, place.world, False, wait_for_workers=False)
 
 
