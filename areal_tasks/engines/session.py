@@ -59,10 +59,11 @@ class Engines:
         self.initial: WeightsRef | None = None
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
-        alike = self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
-        self.trainers = {role: ResidentTrainer(run, trainer_names(recipe, role), *alike) for role in ROLES}
-        of_run = run, recipe, generates, self.supervisor, self.watchdog
-        self.servers: Servers = Servers(*of_run, self.actor, lambda: self.ends)
+        common = self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
+        self.trainers = {role: ResidentTrainer(run, trainer_names(recipe, role), *common) for role in ROLES}
+        self.servers: Servers = Servers(
+            run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends
+        )
         self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward)
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
         self._closed = threading.Event()
