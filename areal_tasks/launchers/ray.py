@@ -197,9 +197,8 @@ def cluster_address() -> str:
     address = os.environ.get(ADDRESS, "")
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
-        raise UserError(
-            f"{ADDRESS}={address!r} is not the HOST:PORT of a Ray cluster's head node; its port is usually 6379"
-        )
+        found = f"{ADDRESS}={address!r} is not" if address else f"{ADDRESS} is not set: export, before `arealflow up`,"
+        raise UserError(f"{found} the HOST:PORT of a Ray cluster's head node; its port is usually 6379")
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
     except OSError as error:

@@ -33,6 +33,7 @@ FEATURES = {
     "math_verify": ("the math verifier", ""),
     "datasets": ("data sets by Hugging Face name", "pip install 'arealflow[datasets]'"),
     "sglang": ("inference.engine: sglang", "pip install 'arealflow[sglang]'"),
+    "ray": ("launcher.type: ray", "pip install 'arealflow[ray]'"),
     "deepspeed": ("trainer.backend: deepspeed", "pip install 'arealflow[deepspeed]'"),
 }
 

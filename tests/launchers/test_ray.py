@@ -158,10 +158,18 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_ray
-@pytest.mark.parametrize("address", ["", "auto", "ray://head:10001", "head"])
-def test_the_address_is_not_one_of_a_head(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("", "RAY_ADDRESS is not set: export, before `arealflow up`,"),
+        ("auto", "RAY_ADDRESS='auto' is not"),
+        ("ray://head:10001", "RAY_ADDRESS='ray://head:10001' is not"),
+        ("head", "RAY_ADDRESS='head' is not"),
+    ],
+)
+def test_the_address_is_not_one_of_a_head(address: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ray.ADDRESS, address)
-    with pytest.raises(UserError, match="is not the HOST:PORT of a Ray cluster's head node"):
+    with pytest.raises(UserError, match=f"^{found} the HOST:PORT of a Ray cluster's head node"):
         ray.RayCluster(Launcher(type="ray"))
 
 
