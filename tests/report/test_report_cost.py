@@ -135,22 +135,15 @@ def test_gpus_that_a_recipe_asks_for(recipe: dict[str, Any], gpus: int) -> None:
     assert requested_gpus(recipe) == gpus
 
 
-def test_engines_record_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+@pytest.mark.parametrize(("visible", "trainer"), [("5,3", "5"), ("", None)])
+def test_engines_record_their_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, trainer: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     recipe = tiny()
     run = open_run(store_in(tmp_path), "r", recipe)
     with Engines(run, recipe, tmp_path / "logs") as engines:
         monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
         engines.begin()
-    [line] = read_log(run.store, "r")
-    assert (line.action, line.details) == ("placed", {"owner": 1, "trainer": "5"})
-
-
-def test_without_gpus_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    recipe = tiny()
-    run = open_run(store_in(tmp_path), "r", recipe)
-    with Engines(run, recipe, tmp_path / "logs") as engines:
-        monkeypatch.setattr(engines.supervisor, "start", lambda *_, **__: None)
-        engines.begin()
-    assert read_log(run.store, "r") == []
+    recorded = [("placed", {"owner": 1, "trainer": trainer})] if trainer else []
+    assert [(line.action, line.details) for line in read_log(run.store, "r")] == recorded
