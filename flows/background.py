@@ -38,7 +38,7 @@ class RepeatedWork:
     """Calls `repeat` every `seconds` in a thread of its own, and `end` after that. Use as a context.
 
     No error there ends a run: the first of several in a row is logged with what it delays (`what`), and then the work
-    is tried again.
+    is tried again. What fails while the context is left is not logged, unless it is `end`.
     """
 
     seconds: ClassVar[float]
@@ -59,7 +59,7 @@ class RepeatedWork:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         hurried = error is not None and (isinstance(error, StoreError) or not isinstance(error, Exception))
         self._over.set()
-        self._thread.join(HURRIED_SECONDS if hurried else self.close_seconds)
+        self._thread.join(min(HURRIED_SECONDS, self.close_seconds) if hurried else self.close_seconds)
 
     def repeat(self) -> None:
         raise NotImplementedError
@@ -75,9 +75,9 @@ class RepeatedWork:
             try:
                 self.end() if over else self.repeat()
             except Exception as error:
-                if not self._failing:
+                if not self._failing and over == self._over.is_set():
+                    self._failing = True
                     self.log.warning("%s are not up to date: %s; tried again", self.what, error)
-                self._failing = True
             else:
                 self._failing = False
 

@@ -4,7 +4,7 @@ No groups begin ahead of the running stage either, also while a suspended or can
 ends a cancelled one; without a worker it ends itself.
 
 Prefect's engine honours suspensions but not pauses: it sets the states of task runs in this process, where no server
-can refuse them. So a thread polls the state of the flow run, over a connection of its own.
+can refuse them. So a thread polls the state of the flow run, with the client that Prefect's engine has for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from flows.background import HURRIED_SECONDS, RepeatedWork
+from flows.background import RepeatedWork
 from flows.cli.processes import FLOW_RUN
 
 RESUME_SECONDS: Final = 0.1
@@ -35,7 +35,7 @@ class Pauses(RepeatedWork):
 
     seconds: ClassVar = 2.0
     what: ClassVar = "pauses of the flow run"
-    close_seconds: ClassVar = HURRIED_SECONDS
+    close_seconds: ClassVar = 0.0  # a server that hangs must not delay the end: no answer matters any more
 
     def __init__(self, log: Any, watchdog: Watchdog) -> None:
         super().__init__(log)
@@ -59,6 +59,8 @@ class Pauses(RepeatedWork):
     def repeat(self) -> None:
         """Poll the state. While the server does not answer, the flow run can be neither paused nor resumed."""
         if self._client is None or (state := self._client.read_flow_run(UUID(self.flow_run)).state) is None:
+            return
+        if self._over.is_set():  # the answer took long: the loop has ended, and perhaps another start has begun
             return
         paused = state.is_paused() and state.name != "Suspended"  # a suspension ends the process instead
         stops = state.is_paused() or state.is_cancelling()

@@ -94,13 +94,18 @@ def check_origin(record: RunRecord, asked: Origin | None) -> None:
 
 def check_forkable(parent: Run, iteration: int) -> None:
     """UserError unless a fork of `parent` can begin at `iteration`."""
+    _check_has_iterations(parent)
+    check_iteration(parent, iteration)
+
+
+def _check_has_iterations(parent: Run) -> None:
+    """UserError if `parent` is an evaluation."""
     if parent.record.flow == "evaluate":
         raise UserError(
             f"Run {parent.name!r} is an evaluation: it has no iterations to continue. To judge its completions by "
             f"another verifier: arealflow replay {parent.name} --from verify reward.verifier=… ; to evaluate with "
             "other settings or weights, run its recipe again under another name."
         )
-    check_iteration(parent, iteration)
 
 
 def check_iteration(parent: Run, iteration: int) -> int:
@@ -136,8 +141,10 @@ def commits_needed(origin: Origin, end: int) -> range:
 def inherit_model(parent: Run, iteration: int, recipe: R) -> R:
     """`recipe` with the fields that determine its parent's version 0: a derived run begins with these weights.
 
-    Raises UserError: the recipe is another flow's, or names initial weights that are not the parent's.
+    Raises UserError: the parent is an evaluation; the recipe is another flow's, or names initial weights that are not
+    the parent's.
     """
+    _check_has_iterations(parent)
     if parent.record.flow != recipe.flow:
         raise UserError(f"Run {parent.name!r} belongs to the flow {parent.record.flow!r}, not {recipe.flow!r}.")
     own = type(recipe.model).model_validate(parent.recipe_at(iteration)["model"])
@@ -178,7 +185,9 @@ def attach_to_parent(parent: Run, derived: str, origin: Origin) -> None:
 
     A fork refers to the iterations before it; a replay to every iteration that is committed now.
     """
-    store, committed = parent.store, check_iteration(parent, origin.iteration)
+    store = parent.store
+    check_run_kept(store, parent.name)  # it may have been removed since it was read: then nothing of it is there
+    committed = check_iteration(parent, origin.iteration)
     loaded = check_first_start(parent, origin)  # before the reference is written
     needed = origin.iteration if origin.kind == "fork" else committed
     existing = write_reference(store, parent.name, derived, needed, origin.kind)

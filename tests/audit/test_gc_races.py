@@ -12,12 +12,12 @@ from areal_tasks.engines import models
 from areal_tasks.store import opening, paths
 from areal_tasks.store.backend import Exists, Store
 from areal_tasks.store.catalog import Catalog, list_compactions
-from areal_tasks.store.fork import find_reference, write_reference
+from areal_tasks.store.fork import Origin, find_reference, write_reference
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.opening import open_run
+from areal_tasks.store.opening import open_run, read_stored_run
 from areal_tasks.store.retention.compact import compact
 from areal_tasks.store.retention.gc import RetentionRule, plan_removals
-from areal_tasks.store.retention.gc_remove import remove_planned
+from areal_tasks.store.retention.gc_remove import plan_run_removal, remove_planned, remove_run
 from areal_tasks.store.retention.tombstones import write_tombstone
 from areal_tasks.store.runs import load_run
 from areal_tasks.store.weights import find_tag, tag_weights
@@ -55,6 +55,17 @@ def test_a_start_of_a_run_that_is_being_removed_is_refused(small: Store, monkeyp
     with pytest.raises(UserError, match="Run 'small' was removed by"):
         open_run(small, "small", recipe)
     assert small.exists(paths.owner("small", 2)), "the removal can still see the claim"
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_fork_of_a_run_that_has_been_removed_since_it_was_read_is_refused(small: Store, at: int) -> None:
+    stored = read_stored_run(small, "child", Origin("small", at))
+    Path(small.uri(paths.tag("small", "first"))).unlink()
+    remove_run(small, plan_run_removal(small, "small", 0.0), 0.0)
+    recipe = type(tiny()).model_validate(stored.parent.recipe_at(0))  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="Run 'small' was removed by"):
+        open_run(small, "child", recipe, stored=stored)
+    assert find_reference(small, "small", "child") is None and not small.exists(paths.run_record("child"))
 
 
 def test_a_tag_that_comes_after_the_second_look_of_gc_is_refused(small: Store) -> None:

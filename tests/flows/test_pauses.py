@@ -7,10 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.states import Cancelling
 from prefect_api import ask
 from waiting import LIMIT, wait_until
 
@@ -54,6 +60,42 @@ def test_groups_ahead_are_held_whatever_stops_the_flow_run_until_it_goes_on(
             wait_until(lambda: told == [True, False], "the flow run to go on")
 
     stopped()
+
+
+class Hanging:
+    """A client whose answer comes when `left` is set: a state, or an error."""
+
+    def __init__(self, answer: State[Any] | Exception) -> None:
+        self.asked, self.left, self.answer = threading.Event(), threading.Event(), answer
+
+    def read_flow_run(self, _: UUID) -> SimpleNamespace:
+        self.asked.set()
+        assert self.left.wait(LIMIT)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return SimpleNamespace(state=self.answer)
+
+
+@pytest.mark.parametrize("answer", [Cancelling(), RuntimeError("the client has been closed")])
+def test_the_end_waits_for_no_answer_and_one_that_comes_later_does_nothing(
+    answer: State[Any] | Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Pauses, "seconds", 0.01)
+    monkeypatch.setenv(FLOW_RUN, "of a worker")
+    pauses = Pauses(logging.getLogger("run"), Watchdog(Launcher(), lambda name, why: None))
+    pauses.flow_run, pauses._client = str(uuid4()), cast(Any, client := Hanging(answer))
+    told: list[bool] = []
+    waited: list[float] = []
+    pauses.on_stopping, join = told.append, pauses._thread.join
+    with monkeypatch.context() as patch, pauses:
+        patch.setattr(pauses._thread, "join", lambda seconds: waited.append(seconds))
+        assert client.asked.wait(LIMIT)
+        pauses.__exit__(None, None, None)
+        pauses.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    client.left.set()
+    join(LIMIT)
+    assert not pauses._thread.is_alive()
+    assert set(waited) == {0.0} and told == [] and caplog.messages == []
 
 
 @flow

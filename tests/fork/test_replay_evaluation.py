@@ -10,6 +10,7 @@ from stage_driver import drive, store_in, tiny, tiny_evaluation
 from store_listing import listed
 
 from areal_tasks.report.page import make_report
+from areal_tasks.stages.preflight import check_inputs
 from areal_tasks.store.fork import Origin, check_forkable
 from areal_tasks.store.history.audit import audit
 from areal_tasks.store.history.diff import diff_runs
@@ -93,5 +94,9 @@ def test_what_cannot_be_changed_afterwards(folder: Path, origin: Origin, change:
 
 
 def test_an_evaluation_is_not_forked(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"'score' is an evaluation.*arealflow replay score --from verify"):
-        check_forkable(load_run(store_in(folder), "score"), 0)
+    store = store_in(folder)
+    message = r"'score' is an evaluation.*arealflow replay score --from verify"
+    with pytest.raises(UserError, match=message):
+        check_forkable(load_run(store, "score"), 0)
+    with pytest.raises(UserError, match=message):  # of the flow's parameter `fork`, for which no command looks
+        check_inputs(tiny(store={"url": store.url}), "child", Origin("score", 0))
