@@ -159,7 +159,7 @@ def test_a_trainer_is_restarted_while_the_flow_waits_for_its_answer(
     start(supervisor)
     closed, servers = threading.Event(), SimpleNamespace(all_workers=[])
     engines = SimpleNamespace(
-        supervisor=supervisor, servers=servers, actor=SimpleNamespace(names=NAMES), _closed=closed
+        supervisor=supervisor, servers=servers, trainers={"trainer": SimpleNamespace(names=NAMES)}, _closed=closed
     )
     supervising = in_background(lambda: session.Engines._supervise(cast(Any, engines)), "supervise")
     wait_until(lambda: all(supervisor.services[name].url for name in NAMES), "both parts")
