@@ -116,10 +116,11 @@ class UpdatedPool(ServerPool):
 
     async def _drained(self, server: Server) -> None:
         """Return when no request of this client or of others is in flight on the server."""
-        waits = server.requests + (await self.followers.busy()).get(server.url, 0)
-        if waits:
-            log.info("the weights of %s change after the end of %d requests", server.url, waits)
-        while server.requests + (await self.followers.busy()).get(server.url, 0):
+        logged = False
+        while requests := server.requests + (await self.followers.busy()).get(server.url, 0):
+            if not logged:
+                log.info("the weights of %s change after the end of %d requests", server.url, requests)
+            logged = True
             await asyncio.sleep(POLL_SECONDS)
 
     async def forget_versions(self) -> None:
@@ -192,12 +193,12 @@ class UpdatedPool(ServerPool):
         return time.perf_counter() - started
 
     async def _load_target(self, server: Server) -> None:
-        target = self.target
+        target, pause = self.target, self._loading.pause
         assert target is not None
         if self._loading.drains:
             await self._drained(server)
         try:
-            async with self._stopped(server, pause) if (pause := self._loading.pause) else nullcontext():
+            async with self._stopped(server, pause) if pause else nullcontext():
                 await server.load_weights(target, self._loading.flags)
         except BadRequest as error:
             if self._external and target.uri and "://" not in target.uri:

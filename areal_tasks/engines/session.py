@@ -113,9 +113,10 @@ class Engines:
         self.servers.adapt(recipe, placement, lambda: self._start_servers(join, weights=self.servers.written))
         for workers in self.servers.all_workers:
             workers.adapt(recipe, lambda name: join(*self._worker(name)))
-        for role, trainer in self.trainers.items() if resizes else ():
-            log.info("the %s is started again as %d ranks", role, recipe.trainer.ranks)  # type: ignore[union-attr]
-            trainer.replace(trainer_names(recipe, role), partial(self._start_trainer, role, join))
+        if resizes:
+            for role, trainer in self.trainers.items():
+                log.info("the %s is started again as %d ranks", role, recipe.trainer.ranks)  # type: ignore[union-attr]
+                trainer.replace(trainer_names(recipe, role), partial(self._start_trainer, role, join))
 
     def resizes(self, recipe: Recipe) -> bool:
         """Whether the trainers have another number of ranks or machines with this recipe."""
@@ -150,8 +151,9 @@ class Engines:
             servers.transport = choose_transport(self.recipe, placement, bool(servers.external))
         if servers.store_only and isinstance(self.recipe, RlhfRecipe) and self.recipe.trainer.weights_every > 1:
             log.info("servers get new weights through the store here: all are written, despite trainer.weights_every")
-        for role in self.trainers if not isinstance(self.recipe, EvaluateRecipe) else ():
-            self._start_trainer(role, self.supervisor.start)
+        if not isinstance(self.recipe, EvaluateRecipe):
+            for role in self.trainers:
+                self._start_trainer(role, self.supervisor.start)
         for name in servers.workers.names:
             self.supervisor.start(*self._worker(name))
         if (folder := startable_folder(self.run, self.recipe)) is not None:
@@ -220,8 +222,9 @@ class Engines:
 
     def load_early(self, version: int) -> None:
         """Have the trainers load `version` while servers start, if that is possible. Does not wait for it."""
-        for trainer in self.trainers.values() if may_load_early(self.recipe) else ():
-            in_background(partial(trainer.at, version), "early-load")  # an error recurs at the first use
+        if may_load_early(self.recipe):
+            for trainer in self.trainers.values():
+                in_background(partial(trainer.at, version), "early-load")  # an error recurs at the first use
 
     @property
     def verifiers(self) -> VerifierPool:

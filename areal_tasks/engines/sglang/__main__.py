@@ -89,8 +89,8 @@ def start_within_attempts(
     """Start SGLang. Returns its process and whether it is ready, once it is or has ended before that.
 
     SGLang measures free memory twice and counts the difference as its own. If it ended and other processes took memory
-    meanwhile, such as another run's trainer that starts, it is restarted. With a `meeting` point the
-    supervisor restarts all parts of the server instead.
+    meanwhile, such as another run's trainer that starts, it is restarted. With a `meeting` point the supervisor
+    restarts all parts of the server instead.
     """
     for attempt in range(ATTEMPTS):
         log.info("starting SGLang: %s", " ".join(command))
