@@ -189,12 +189,15 @@ class Silent(Fake):
     machines = None  # type: ignore[assignment]
 
 
-def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, str]:
-    """The rows that are printed, and the error."""
-    monkeypatch.setattr(sys, "argv", ["arealflow", "plan", "quickstart", "--placement", "--json", *words])
-    with pytest.raises(SystemExit):
+def plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str, recipe: str = "quickstart"
+) -> tuple[Any, str]:
+    """The rows that are printed, and the error, with which it exits with 1."""
+    monkeypatch.setattr(sys, "argv", ["arealflow", "plan", recipe, "--placement", "--json", *words])
+    with pytest.raises(SystemExit) as ended:
         main.main()
     printed = capsys.readouterr()
+    assert bool(ended.value.code) == bool(printed.err)
     return json.loads(printed.out or "null"), printed.err
 
 
@@ -242,6 +245,27 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.local_rows(recipe, ("0",))[-1]["service"] == "http://gpu9:30000"
 
 
+def test_this_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def planned(recipe: str, *words: str) -> tuple[dict[str, tuple[str, str]], str]:
+        rows, error = plan(capsys, monkeypatch, *words, recipe=recipe)
+        return {
+            row["service"]: (row["state"], row["why"]) for row in rows if row["state"] != "fits" or row["why"]
+        }, error
+
+    found, error = planned("gsm8k", "inference.servers=2")
+    assert found == dict.fromkeys(("inference-0", "inference-1"), ("refused", placement.NO_GPU)) | {
+        "trainer": ("fits", placement.ON_CPUS)
+    }
+    assert f"this recipe does not fit this machine: inference-0 (and 1 more): {placement.NO_GPU}" in error
+    assert planned("gsm8k", "launcher.resources.inference.gpus=0") == ({"trainer": ("fits", placement.ON_CPUS)}, "")
+    assert planned("sft-gsm8k") == ({"trainer": ("fits", placement.ON_CPUS)}, "")
+    for recipe in ("quickstart", "gsm8k-cpu"):
+        assert planned(recipe) == ({}, "")
+    assert planned("quickstart", "launcher.type=inline") == ({}, "")
+
+
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -282,4 +306,5 @@ def test_a_run_whose_flow_has_ended(run: Run, capsys: pytest.CaptureFixture[str]
     assert "state" in json.loads(capsys.readouterr().out)[0]
     append_log(run.store, "r", "finished", {"owner": run.owner})
     placement.run_placement(run, [], True)
-    assert json.loads(capsys.readouterr().out)[0] == {"service": "trainer", "node": socket.gethostname(), "gpus": ""}
+    [first, *_] = json.loads(capsys.readouterr().out)
+    assert list(first.values()) == ["trainer", "fits", socket.gethostname(), "", ""]
