@@ -112,6 +112,25 @@ def test_a_server_over_machines_needs_its_gpus_on_each() -> None:
     ]
 
 
+@pytest.mark.parametrize("recipe", ["gsm8k", "sft-gsm8k", "quickstart"])
+def test_a_trainer_needs_a_cpu_for_each_of_its_ranks_there(recipe: str) -> None:
+    def cpus(*changes: str) -> dict[str, int]:
+        own = ("launcher.type=slurm", "launcher.network=10.0.0.0/24", "launcher.trust_network=true")
+        needs = service_needs(load_recipe(recipe, [*own, "trainer.backend=fsdp2", *changes]), external=False)
+        return {name: asked.cpus for name, asked in needs.items() if name.startswith("trainer")}
+
+    ranks = ("trainer.ranks=8", "trainer.nodes=2")
+    assert cpus(*ranks) == dict.fromkeys(("trainer", "trainer-1"), 4)
+    for stated, asked in ((3, 4), (16, 16)):
+        assert cpus(*ranks, f"launcher.resources.trainer.cpus={stated}") == dict.fromkeys(
+            ("trainer", "trainer-1"), asked
+        )
+    assert cpus("trainer.ranks=1") == {"trainer": 1}
+    assert why({"trainer": Resources(16)}, node("n1", 0, 0))[0][1].endswith(
+        "the largest has 8 CPUs: lower launcher.resources.trainer.cpus or trainer.ranks, or raise trainer.nodes"
+    )
+
+
 def test_a_service_that_waits_for_another_of_its_run_would_wait_for_ever() -> None:
     asked = {"trainer": Resources(1, 3), "inference-0": Resources(1, 2)}
     [first, (state, text)] = why(asked, node("n1", 4, 4))
