@@ -18,15 +18,20 @@ def on_this_machine(settings: Settings) -> bool:
     return settings.type in _HERE
 
 
-def make_launcher(settings: Settings, store: Store) -> Launcher:
-    """A new launcher of `launcher.type`. UserError as of `make_cluster`, or if the store is on this machine alone."""
-    if (make := _HERE.get(settings.type)) is not None:
-        return make()
-    if store.local("") is not None:
+def check_shared(store: Store, settings: Settings) -> None:
+    """UserError if services run on other machines, and the store is a folder of this one."""
+    if not on_this_machine(settings) and store.local("") is not None:
         raise UserError(
             f"store.url: {store.url} is a folder of this machine, and launcher.type {settings.type} runs services on "
             "others; use s3://… (docs/operate/s3.md)"
         )
+
+
+def make_launcher(settings: Settings, store: Store) -> Launcher:
+    """A new launcher of `launcher.type`. UserError as of `check_shared` and `make_cluster`."""
+    if (make := _HERE.get(settings.type)) is not None:
+        return make()
+    check_shared(store, settings)
     from areal_tasks.launchers.remote import RemoteLauncher  # imports what no launcher on this machine needs
 
     return RemoteLauncher(make_cluster(settings), settings, store)

@@ -6,7 +6,7 @@ would wait, with the reason, and those that can never run."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from areal_tasks.engines.service import part_name
@@ -29,9 +29,13 @@ def service_needs(recipe: Recipe, external: bool) -> dict[str, Resources]:
 
 
 def trainer_needs(recipe: RlhfRecipe | SftRecipe) -> Resources:
-    """The needs on each of its machines: a GPU per rank there; none for a model in float32, as in recipes for CPUs."""
-    on_cpus = recipe.model.dtype == "float32"
-    return _needs(recipe.launcher.resources.trainer, 0 if on_cpus else recipe.trainer.ranks // recipe.trainer.nodes)
+    """The needs on each of its machines: a GPU per rank there; none for a model in float32, as in recipes for CPUs.
+
+    At least a CPU per rank, too: Slurm gives a task no more than it asks for, and ranks that share one take turns.
+    """
+    ranks, on_cpus = recipe.trainer.ranks // recipe.trainer.nodes, recipe.model.dtype == "float32"
+    needs = _needs(recipe.launcher.resources.trainer, 0 if on_cpus else ranks)
+    return replace(needs, cpus=max(needs.cpus, ranks))
 
 
 def server_needs(recipe: RlhfRecipe | EvaluateRecipe) -> Resources:
@@ -51,10 +55,12 @@ def _needs(stated: Needs, gpus: int) -> Resources:
 
 #: Fields of Resources, the scarcest first, and how a message names them.
 KINDS: Final = {"gpus": "GPUs", "cpus": "CPUs", "memory_mb": "MB of memory"}
-#: The remedy if a service needs more GPUs than a machine has.
-FEWER_GPUS: Final = {
-    "trainer": "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
-    "inference": "lower inference.tensor_parallel, raise inference.nodes, or set launcher.resources.inference.gpus",
+#: The remedies if a service needs more than a machine has, where other fields than `launcher.resources` decide, too.
+REMEDIES: Final = {
+    ("trainer", "gpus"): "lower trainer.ranks, raise trainer.nodes, or set launcher.resources.trainer.gpus",
+    ("trainer", "cpus"): "lower launcher.resources.trainer.cpus or trainer.ranks, or raise trainer.nodes",
+    ("inference", "gpus"): "lower inference.tensor_parallel, raise inference.nodes, or set "
+    "launcher.resources.inference.gpus",
 }
 #: The remedy if all services together need more than all machines have.
 FEWER: Final = (
@@ -138,10 +144,7 @@ def _too_large(needs: Resources, machines: Sequence[Machine]) -> str:
 def _remedy(service: str, needs: Resources, machines: Sequence[Machine]) -> str:
     part = service.partition("-")[0]
     lacking = _lacking(needs, _most(machines)) or [kind for kind in KINDS if getattr(needs, kind)]
-    remedies = {kind: f"lower launcher.resources.{part}.{kind}" for kind in KINDS}
-    if part in FEWER_GPUS:
-        remedies["gpus"] = FEWER_GPUS[part]
-    return "; ".join(remedies[kind] for kind in lacking)
+    return "; ".join(REMEDIES.get((part, kind), f"lower launcher.resources.{part}.{kind}") for kind in lacking)
 
 
 def _fit_together(asked: Iterable[Resources], machines: Sequence[Machine]) -> bool:

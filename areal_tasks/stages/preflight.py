@@ -12,7 +12,7 @@ from typing import Any
 from areal_tasks.data.datasets import check_data
 from areal_tasks.engines.external import check_encrypted, external_servers
 from areal_tasks.engines.models import check_model
-from areal_tasks.launchers.choice import on_this_machine
+from areal_tasks.launchers.choice import check_shared, on_this_machine
 from areal_tasks.launchers.gpus import place_recipe, visible_gpus
 from areal_tasks.rewards.load import BUILT_IN, check_module
 from areal_tasks.rewards.pool import VerifierPool
@@ -88,10 +88,12 @@ def check_inputs(recipe: Recipe, name: str = "", origin: Origin | None = None) -
     Args:
         origin: that of a derived run; not needed to continue an existing fork.
 
-    Raises UserError: the store cannot be used; the run exists with another recipe; it cannot be derived from this
-    parent; or model, data, or the module of the verifier do not exist.
+    Raises UserError: the store cannot be used, here or by services on other machines; the run exists with another
+    recipe; it cannot be derived from this parent; or model, data, or the module of the verifier do not exist.
     """
-    store, first = usable_store(recipe.store.url), None
+    store, first = open_store(recipe.store.url), None
+    check_shared(store, recipe.launcher)
+    check_usable(store)
     stored = read_stored_run(store, name, origin) if name else StoredRun(store, name)
     if stored.parent and stored.origin and stored.origin.kind == "fork":
         recipe = inherit_model(stored.parent, stored.origin.iteration, recipe)
@@ -116,9 +118,8 @@ def _check_sources(recipe: Recipe, store: Store, own_model: bool) -> None:
         check_model(store, recipe.model)
 
 
-def usable_store(url: str) -> Store:
-    """The store at `url`; creates its folder. UserError if it cannot be read, or its folder not created or written."""
-    store = open_store(url)
+def check_usable(store: Store) -> None:
+    """Create the store's folder. UserError if it cannot be read, or its folder not created or written."""
     store.exists(run_record("any"))
     root = store.local("")
     if root is not None:
@@ -128,4 +129,3 @@ def usable_store(url: str) -> Store:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise unusable(str(root), error) from error
-    return store

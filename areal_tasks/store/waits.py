@@ -17,11 +17,12 @@ from areal_tasks.processes import alive
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists
 from areal_tasks.store.commit import last_number, last_owner, read_record
+from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
 from schemas.manifest import OwnerRecord, Wait, WaitsRecord
 
-#: How late a record may be: the store is slow, or another machine's clock is wrong.
+#: How late a record may be: the store is slow.
 GRACE_SECONDS: Final = 60.0
 
 
@@ -37,18 +38,22 @@ def write_waits(run: Run, n: int, record: WaitsRecord) -> None:
 
 
 def current_waits(run: Run) -> WaitsRecord | None:
-    """What the run waits for now; None if there is no long wait, or the process that waited has ended."""
+    """What the run waits for, as far as is known; None if there is no long wait, or the flow that waited has ended."""
     store, name = run.store, run.name
     owner = last_owner(store, name)
     n = last_number(store, partial(paths.waits, name, owner))
     record = read_record(store, paths.waits(name, owner, n), WaitsRecord) if n else None
-    return record if record and record.waits and is_current(record, datetime.now(UTC)) else None
+    if record is None or not record.waits or not is_current(record, datetime.now(UTC)):
+        return None
+    return record if end_of_start(store, name, owner) is None else None
 
 
 def is_current(record: WaitsRecord, time: datetime) -> bool:
-    """Whether the process that wrote the record may still wait at `time`: it may run, and its next record is not
-    overdue.
+    """Whether the process that wrote the record may still wait at `time`, by this machine's clock: it may run, and its
+    next record is not overdue. Of another machine's process that is unknown: its clock may differ.
     """
+    if record.host != socket.gethostname():
+        return True
     due = datetime.fromisoformat(record.told) + timedelta(seconds=record.seconds + GRACE_SECONDS)
     return time <= due and may_run(record)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -127,9 +128,13 @@ def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
 
 
 def run_object(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
-    """A run as a JSON object; `waits` is what it waits for, as of `reported`."""
+    """A run as a JSON object; `waits` is what it waits for, as of `reported`, by the clock of `reported_by`."""
     found = [wait.model_dump() for wait in waits.waits] if waits else []
-    return asdict(summary) | {"waits": found, "reported": waits.told if waits else ""}
+    return asdict(summary) | {
+        "waits": found,
+        "reported": waits.told if waits else "",
+        "reported_by": waits.host if waits else "",
+    }
 
 
 def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
@@ -139,11 +144,19 @@ def run_row(summary: RunSummary, waits: WaitsRecord | None) -> dict[str, Any]:
     row["created"] = row["created"] and clock_text(row["created"])
     kept = {"kind": f"{summary.kind}, counterfactual"} if counterfactual else {}
     parent = {"parent": f"{summary.parent}@{forked_at}"} if summary.parent else {}
-    found, text = waits.waits if waits else (), ""
-    if found:  # the longest wait; its description comes last, since a long cell's end is cut
-        more = f" (and {len(found) - 1} more)" if found[1:] else ""
-        text = f"since {clock_text(found[0].since)}{more} {found[0].at}: {found[0].what}"
-    return row | kept | parent | {"waits for": text}
+    return row | kept | parent | {"waits for": waits_text(waits) if waits else ""}
+
+
+def waits_text(waits: WaitsRecord) -> str:
+    """The longest wait; its description comes last, since a long cell's end is cut.
+
+    Of a flow on another machine also when it last reported: whether it still runs is not known here.
+    """
+    first, *others = waits.waits
+    more = f" (and {len(others)} more)" if others else ""
+    elsewhere = waits.host != socket.gethostname()
+    as_of = f", as of {clock_text(waits.told)} by the clock of {waits.host}," if elsewhere else ""
+    return f"since {clock_text(first.since)}{more}{as_of} {first.at}: {first.what}"
 
 
 def sql(

@@ -26,6 +26,11 @@ from schemas.errors import UserError
 DEFAULT_PORT = 4200
 CANCEL_SECONDS = 15.0
 KEEPER = "flows.cli.keeper"
+#: What `up` says with the names of variables, whose values may be secrets.
+OTHER_ENVIRONMENT = (
+    "what runs already keeps the environment of an earlier `arealflow up`, and so do flow runs; this shell has other "
+    "values of {}. To use them: `arealflow down`, which stops flow runs, then `arealflow up`"
+)
 
 
 def up(
@@ -76,6 +81,8 @@ def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> str:
         automations.install(api_url)
         if not parts("keeper"):  # last: it and the worker keep this environment, also if the server has refused it
             spawn("keeper", python(KEEPER), api_url)
+        if kept := processes.kept_variables(api_url):
+            typer.echo(f"note: {OTHER_ENVIRONMENT.format(', '.join(kept))}", err=True)
         deploy_all(recipes, api_url)
     return api_url
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from areal_tasks.engines.external import external_servers
 from areal_tasks.launchers.choice import make_cluster, on_this_machine
-from areal_tasks.launchers.cluster import Listing, Machine
+from areal_tasks.launchers.cluster import Listing, Machine, Resources
 from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
-from areal_tasks.launchers.placement import propose, service_needs
+from areal_tasks.launchers.placement import Proposal, propose, service_needs
 from areal_tasks.store import paths
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import read_log
@@ -28,34 +28,53 @@ from schemas.recipe.recipe import Recipe
 
 #: A record of a service's start: its name, and the number of the start.
 _RECORD: Final = re.compile(r"(trainer|(?:trainer|inference|rollout)-\d+(?:\.\d+)?)-(\d+)\.json")
+#: Why a service of a recipe for GPUs does not run here, or where it computes, if none is visible.
+NO_GPU: Final = (
+    "SGLang needs a GPU, and none is visible (CUDA_VISIBLE_DEVICES, nvidia-smi): use a machine that has one, servers "
+    "that run already (AREAL_LLM_SERVER_ADDRS), or a recipe with inference.engine embedded, such as gsm8k-cpu"
+)
+ON_CPUS: Final = "no GPU is visible: it computes on CPUs, which takes far longer"
 
 
 def plan_placement(recipe: Recipe, as_json: bool) -> None:
     """Print where the services of a recipe would run now. Raises UserError, after that, if some can run nowhere."""
     title = f"{recipe.flow} · {recipe.name} · launcher {recipe.launcher.type}"
     if on_this_machine(recipe.launcher):
-        gpus = visible_gpus()
-        show(local_rows(recipe, gpus), as_json, f"{title} · visible GPUs: {', '.join(gpus) or 'none'}")
-        return
-    needs = service_needs(recipe, bool(external_servers()))
-    found = propose(needs, machines_of(recipe), recipe.launcher.ray.autoscaling)
-    rows = [
-        {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
-        for one in found
-    ]
-    show(rows, as_json, f"{title}: a proposal; the cluster system decides in the end")
-    if refused := [one for one in found if one.state == "refused"]:
+        gpus, where = visible_gpus(), "this machine"
+        rows, title = local_rows(recipe, gpus), f"{title} · visible GPUs: {', '.join(gpus) or 'none'}"
+    else:
+        needs, where = service_needs(recipe, bool(external_servers())), "the cluster"
+        found = propose(needs, machines_of(recipe), recipe.launcher.ray.autoscaling)
+        rows, title = list(map(cluster_row, found)), f"{title}: a proposal; the cluster system decides in the end"
+    show(rows, as_json, title)
+    if refused := [row for row in rows if row["state"] == "refused"]:
         more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
-        raise UserError(f"this recipe does not fit the cluster: {refused[0].service}{more}: {refused[0].why}")
+        raise UserError(f"this recipe does not fit {where}: {refused[0]['service']}{more}: {refused[0]['why']}")
+
+
+def cluster_row(one: Proposal) -> dict[str, Any]:
+    return {"service": one.service, "state": one.state, "node": one.machine, **asdict(one.needs), "why": one.why}
 
 
 def local_rows(recipe: Recipe, visible: Sequence[str]) -> list[dict[str, Any]]:
     """The services of a recipe on this machine, with their GPUs. Raises UserError as `place_recipe`."""
     external = external_servers()
     gpus, here = assigned(place_recipe(recipe, visible, bool(external))), socket.gethostname()
-    services = service_needs(recipe, bool(external))
-    rows = [{"service": name, "node": here, "gpus": gpus.get(name, "")} for name in services]
-    return rows + [{"service": url, "node": "runs already", "gpus": ""} for url in external]
+
+    def row(service: str, needs: Resources) -> dict[str, Any]:
+        missing = bool(needs.gpus) and not visible
+        refused = missing and service.startswith("inference")  # a trainer computes on CPUs instead
+        return {
+            "service": service,
+            "state": "refused" if refused else "fits",
+            "node": "" if refused else here,
+            "gpus": gpus.get(service, ""),
+            "why": (NO_GPU if refused else ON_CPUS) if missing else "",
+        }
+
+    rows = [row(*one) for one in service_needs(recipe, bool(external)).items()]
+    running = {"state": "runs", "node": "runs already", "gpus": "", "why": ""}
+    return rows + [{"service": url, **running} for url in external]
 
 
 def machines_of(recipe: Recipe) -> list[Machine]:

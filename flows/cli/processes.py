@@ -28,6 +28,22 @@ FLOW_RUN: Final = "PREFECT__FLOW_RUN_ID"
 POOL: Final = "arealflow"
 START_SECONDS = 120.0  # within which a Prefect server answers
 REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+#: How the names of variables begin that flows and their services read (docs/reference/environment.md).
+READ: Final = (
+    *(
+        "AREAL",
+        "AWS_",
+        "CUDA_VISIBLE_DEVICES",
+        "FSSPEC_",
+        "GLOO_",
+        "HF_",
+        "NCCL_",
+        "PREFECT_",
+        "PYTHONPATH",
+        "PYTORCH_",
+    ),
+    *("RAY_", "SGLANG_", "SSL_CERT_FILE", "TORCHINDUCTOR_", "XDG_CACHE_HOME"),
+)
 CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
 
 
@@ -144,3 +160,14 @@ def environment(api_url: str) -> dict[str, str]:
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def kept_variables(api_url: str) -> list[str]:
+    """The names of the variables that have other values in what `up` has started than it would give them now."""
+    found: set[str] = set()
+    own = environment(api_url)
+    for process in parts("server", "worker", "keeper"):
+        with suppress(psutil.Error, OSError):
+            kept = process.environ()
+            found |= {name for name in own.keys() | kept.keys() if own.get(name) != kept.get(name)}
+    return sorted(name for name in found - {PART} if name.startswith(READ))

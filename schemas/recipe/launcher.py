@@ -12,7 +12,9 @@ from schemas.recipe.fields import Section, operational, section
 class Needs(Section):
     """What one service needs of its machine."""
 
-    cpus: int = operational(1, ge=1, le=4096, description="CPU cores.")
+    cpus: int = operational(
+        1, ge=1, le=4096, description="CPU cores; of the trainer, at least one for each rank there."
+    )
     gpus: int = operational(
         -1,
         ge=-1,

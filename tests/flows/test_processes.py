@@ -82,6 +82,27 @@ def test_up_keeps_what_has_outlived_the_keeper(sleeping: None) -> None:
     assert adopted.server.runs() and adopted.worker.runs()
 
 
+def test_up_names_the_variables_of_which_what_runs_keeps_others(
+    sleeping: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"AWS_SECRET_ACCESS_KEY": "a secret", "RAY_ADDRESS": "10.0.0.1:6379", "OF_A_SHELL": "1"}.items():
+        monkeypatch.setenv(name, value)
+    machine.start()
+    started("worker")
+    machine.start()
+    assert not capsys.readouterr().err
+    for name, value in {"AWS_SECRET_ACCESS_KEY": "another", "AREALFLOW_STORE": "s3://there", "OF_A_SHELL": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_ADDRESS")
+    machine.start()
+    told = capsys.readouterr().err
+    assert " of AREALFLOW_STORE, AWS_SECRET_ACCESS_KEY, RAY_ADDRESS. To use them: `arealflow down`" in told
+    assert not any(value in told for value in ("secret", "another", "s3://", "10.0.0.1"))
+    end(parts("keeper", "server"))
+    machine.start()  # it ends the worker, and starts the others with what is set now
+    assert not capsys.readouterr().err
+
+
 def test_down_ends_flow_processes_whose_worker_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
     flow = psutil.Popen(SLEEPER, env=os.environ | {processes.FLOW_RUN: "an id"})
     wait_until(lambda: flow in flow_processes())

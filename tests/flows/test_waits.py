@@ -22,12 +22,15 @@ from areal_tasks.store.backend import Unavailable
 from areal_tasks.store.objects.local import LocalBackend
 from areal_tasks.store.opening import open_run
 from areal_tasks.store.runs import load_run
-from areal_tasks.store.waits import current_waits
+from areal_tasks.store.waits import current_waits, waits_record, write_waits
 from flows import waits as shown
 from flows.artifacts import Artifacts
 from flows.background import RepeatedWork
+from flows.cli.inspect import runs as list_runs
+from flows.cli.inspect import waits_text
 from flows.cli.main import main
 from flows.rlhf import rlhf
+from schemas.manifest import Wait
 from schemas.recipe.recipe import RlhfRecipe
 
 
@@ -167,3 +170,19 @@ def test_what_is_repeated_logs_with_the_settings_of_its_flow() -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), Failing(log):
         wait_until(lambda: servers)
     assert servers == ["http://127.0.0.1:1/api"]
+
+
+def test_of_another_machine_s_flow_it_is_told_by_whose_clock_it_waited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = open_run(store_in(tmp_path), "r", recipe(tmp_path))
+    waits = [Wait(at="trainer", what="/train", since="2026-01-01T10:00:00+00:00", limit="", says="")] * 2
+    record = waits_record(waits, 30.0)
+    assert waits_text(record) == "since 2026-01-01 10:00:00 UTC (and 1 more) trainer: /train"
+    elsewhere = record.model_copy(update={"host": "node7", "told": "2026-01-01T10:05:00+00:00"})
+    write_waits(run, 1, elsewhere)
+    list_runs(run.store.url, as_json=True)
+    [row] = json.loads(capsys.readouterr().out)
+    assert (len(row["waits"]), row["reported"], row["reported_by"]) == (2, elsewhere.told, "node7")
+    as_of = "(and 1 more), as of 2026-01-01 10:05:00 UTC by the clock of node7, trainer: /train"
+    assert waits_text(elsewhere).endswith(as_of)

@@ -112,6 +112,25 @@ def test_a_server_over_machines_needs_its_gpus_on_each() -> None:
     ]
 
 
+@pytest.mark.parametrize("recipe", ["gsm8k", "sft-gsm8k", "quickstart"])
+def test_a_trainer_needs_a_cpu_for_each_of_its_ranks_there(recipe: str) -> None:
+    def cpus(*changes: str) -> dict[str, int]:
+        own = ("launcher.type=slurm", "launcher.network=10.0.0.0/24", "launcher.trust_network=true")
+        needs = service_needs(load_recipe(recipe, [*own, "trainer.backend=fsdp2", *changes]), external=False)
+        return {name: asked.cpus for name, asked in needs.items() if name.startswith("trainer")}
+
+    ranks = ("trainer.ranks=8", "trainer.nodes=2")
+    assert cpus(*ranks) == dict.fromkeys(("trainer", "trainer-1"), 4)
+    for stated, asked in ((3, 4), (16, 16)):
+        assert cpus(*ranks, f"launcher.resources.trainer.cpus={stated}") == dict.fromkeys(
+            ("trainer", "trainer-1"), asked
+        )
+    assert cpus("trainer.ranks=1") == {"trainer": 1}
+    assert why({"trainer": Resources(16)}, node("n1", 0, 0))[0][1].endswith(
+        "the largest has 8 CPUs: lower launcher.resources.trainer.cpus or trainer.ranks, or raise trainer.nodes"
+    )
+
+
 def test_a_service_that_waits_for_another_of_its_run_would_wait_for_ever() -> None:
     asked = {"trainer": Resources(1, 3), "inference-0": Resources(1, 2)}
     [first, (state, text)] = why(asked, node("n1", 4, 4))
@@ -189,12 +208,15 @@ class Silent(Fake):
     machines = None  # type: ignore[assignment]
 
 
-def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Any, str]:
-    """The rows that are printed, and the error."""
-    monkeypatch.setattr(sys, "argv", ["arealflow", "plan", "quickstart", "--placement", "--json", *words])
-    with pytest.raises(SystemExit):
+def plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str, recipe: str = "quickstart"
+) -> tuple[Any, str]:
+    """The rows that are printed, and the error, with which it exits with 1."""
+    monkeypatch.setattr(sys, "argv", ["arealflow", "plan", recipe, "--placement", "--json", *words])
+    with pytest.raises(SystemExit) as ended:
         main.main()
     printed = capsys.readouterr()
+    assert bool(ended.value.code) == bool(printed.err)
     return json.loads(printed.out or "null"), printed.err
 
 
@@ -242,6 +264,27 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.local_rows(recipe, ("0",))[-1]["service"] == "http://gpu9:30000"
 
 
+def test_this_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def planned(recipe: str, *words: str) -> tuple[dict[str, tuple[str, str]], str]:
+        rows, error = plan(capsys, monkeypatch, *words, recipe=recipe)
+        return {
+            row["service"]: (row["state"], row["why"]) for row in rows if row["state"] != "fits" or row["why"]
+        }, error
+
+    found, error = planned("gsm8k", "inference.servers=2")
+    assert found == dict.fromkeys(("inference-0", "inference-1"), ("refused", placement.NO_GPU)) | {
+        "trainer": ("fits", placement.ON_CPUS)
+    }
+    assert f"this recipe does not fit this machine: inference-0 (and 1 more): {placement.NO_GPU}" in error
+    assert planned("gsm8k", "launcher.resources.inference.gpus=0") == ({"trainer": ("fits", placement.ON_CPUS)}, "")
+    assert planned("sft-gsm8k") == ({"trainer": ("fits", placement.ON_CPUS)}, "")
+    for recipe in ("quickstart", "gsm8k-cpu"):
+        assert planned(recipe) == ({}, "")
+    assert planned("quickstart", "launcher.type=inline") == ({}, "")
+
+
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -282,4 +325,5 @@ def test_a_run_whose_flow_has_ended(run: Run, capsys: pytest.CaptureFixture[str]
     assert "state" in json.loads(capsys.readouterr().out)[0]
     append_log(run.store, "r", "finished", {"owner": run.owner})
     placement.run_placement(run, [], True)
-    assert json.loads(capsys.readouterr().out)[0] == {"service": "trainer", "node": socket.gethostname(), "gpus": ""}
+    [first, *_] = json.loads(capsys.readouterr().out)
+    assert list(first.values()) == ["trainer", "fits", socket.gethostname(), "", ""]

@@ -114,6 +114,14 @@ def test_a_store_whose_folder_cannot_be_made() -> None:
     assert "/proc/nope/store cannot be used" in said and "choose another store" in said
 
 
+@pytest.mark.parametrize("launcher", ["ray", "slurm", "my_cluster:Machines"])
+def test_a_store_on_this_machine_for_services_on_others(launcher: str, store: str, tmp_path: Path) -> None:
+    recipe = quickstart(store, f"launcher.type={launcher}", "launcher.network=10.0.0.0/24")
+    said = f"store.url: {store} is a folder of this machine, and launcher.type {launcher} runs services on others"
+    assert recipe.model.warm_start and said in refused(recipe, "mine")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_run_of_that_name_with_another_recipe(store: str) -> None:
     open_run(open_store(store), "taken", tiny(rollout={"groups": 8}))
     recipe = tiny(store={"url": store})

@@ -15,6 +15,7 @@ from store_builders import recipe
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.history.audit import audit
+from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.opening import open_run
 from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import current_waits, is_current, waits_record, write_waits
@@ -59,9 +60,18 @@ def test_a_killed_process_waits_for_nothing_at_once(store: Store, process: subpr
     assert current_waits(run) is None
 
 
-@pytest.mark.parametrize("host", [socket.gethostname(), "another"])
-def test_who_does_not_renew_what_was_told_is_gone(host: str) -> None:
+def test_who_does_not_renew_what_was_told_here_is_gone() -> None:
     told = datetime(2026, 1, 1, 10, 0, tzinfo=UTC)
-    record = WaitsRecord(host=host, pid=os.getpid(), told=told.isoformat(), seconds=30.0, waits=(WAIT,))
+    record = WaitsRecord(host=socket.gethostname(), pid=os.getpid(), told=told.isoformat(), seconds=30.0, waits=(WAIT,))
     assert is_current(record, told - timedelta(hours=1)) and is_current(record, told + timedelta(seconds=30))
     assert not is_current(record, told + timedelta(minutes=5))
+
+
+@pytest.mark.parametrize("told", ["2000-01-01T10:00:00+00:00", "2100-01-01T10:00:00+00:00"])
+def test_clocks_of_two_machines_are_not_compared(store: Store, told: str) -> None:
+    run = opened(store)
+    write_waits(run, 1, waits_record([WAIT], 30.0).model_copy(update={"host": "another", "told": told}))
+    found = current_waits(run)
+    assert found is not None and (found.host, found.told) == ("another", told)
+    append_log(store, "run", "failed", {"owner": run.owner})
+    assert current_waits(run) is None
