@@ -29,20 +29,9 @@ POOL: Final = "arealflow"
 START_SECONDS = 120.0  # within which a Prefect server answers
 REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 #: How the names of variables begin that flows and their services read (docs/reference/environment.md).
-READ: Final = (
-    *(
-        "AREAL",
-        "AWS_",
-        "CUDA_VISIBLE_DEVICES",
-        "FSSPEC_",
-        "GLOO_",
-        "HF_",
-        "NCCL_",
-        "PREFECT_",
-        "PYTHONPATH",
-        "PYTORCH_",
-    ),
-    *("RAY_", "SGLANG_", "SSL_CERT_FILE", "TORCHINDUCTOR_", "XDG_CACHE_HOME"),
+READ: Final = tuple(
+    "AREAL AWS_ CUDA_VISIBLE_DEVICES FSSPEC_ GLOO_ HF_ NCCL_ PREFECT_ PYTHONPATH PYTORCH_ RAY_ SGLANG_ SSL_CERT_FILE "
+    "TORCHINDUCTOR_ XDG_CACHE_HOME".split()
 )
 CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
 
