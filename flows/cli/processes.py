@@ -7,6 +7,7 @@ of date, and what a killed `up` or keeper has started is found like everything e
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -29,9 +30,9 @@ POOL: Final = "arealflow"
 START_SECONDS = 120.0  # within which a Prefect server answers
 REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 #: How the names of variables begin that flows and their services read (docs/reference/environment.md).
-READ: Final = tuple(
-    "AREAL AWS_ CUDA_VISIBLE_DEVICES FSSPEC_ GLOO_ HF_ NCCL_ PREFECT_ PYTHONPATH PYTORCH_ RAY_ SGLANG_ SSL_CERT_FILE "
-    "TORCHINDUCTOR_ XDG_CACHE_HOME".split()
+READ: Final = re.compile(
+    "AREAL|AWS_|CUDA_VISIBLE_DEVICES|FSSPEC_|GLOO_|HF_|NCCL_|PREFECT_|PYTHONPATH|PYTORCH_|RAY_|SGLANG_|SSL_CERT_FILE|"
+    "TORCHINDUCTOR_|XDG_CACHE_HOME"
 )
 CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
 
@@ -159,4 +160,4 @@ def kept_variables(api_url: str) -> list[str]:
         with suppress(psutil.Error, OSError):
             kept = process.environ()
             found |= {name for name in own.keys() | kept.keys() if own.get(name) != kept.get(name)}
-    return sorted(name for name in found - {PART} if name.startswith(READ))
+    return sorted(name for name in found - {PART} if READ.match(name))
