@@ -1,6 +1,6 @@
 """Every page of the documentation: its links lead somewhere, its commands and recipes are ones that the program takes.
 
-What can be executed on a real run is, in test_pages_run.py; the cookbook in tests/sql/test_cookbook.py.
+What can be executed on a CPU is: see test_every_command.py, and for the cookbook tests/sql/test_cookbook.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import fnmatch
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +32,47 @@ SPAN = re.compile(r"`((?:arealflow|prefect deployment run|make|python -m) [^`\n]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([\w/*]+\.py)`")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-PLACEHOLDER = re.compile(r"[…<\[|]|\.\.\.")
+COMMENT = re.compile(r"""("[^"]*"|'[^']*')|(?<!\S)#[^\n]*""")
+TYPED = re.compile(r"^\$ (.*\n)", re.MULTILINE)
+#: A line's end: a word of its own between words, and part of one in quotes.
+NEXT = " ; "
+#: Not a query that has brackets.
+PLACEHOLDER = re.compile(r"…|\.\.\.|^[^ ]*[<\[|]")
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
     return (text for language, text in FENCE.findall(page.read_text()) if language in languages)
 
 
+def shell(page: Path) -> Iterator[str]:
+    """The page's shell blocks, without comments; of a session (`console`), what was typed."""
+    for language, text in FENCE.findall(page.read_text()):
+        typed = "".join(TYPED.findall(text)) if language == "console" else text
+        if language in ("bash", "console"):
+            yield COMMENT.sub(r"\1", typed)
+
+
+def lines(page: Path) -> Iterator[list[str]]:
+    """The words of each line of the shell blocks; a line that is continued is one."""
+    for text in shell(page):
+        yield from split(shlex.split(text.replace("\\\n", " ").replace("\n", NEXT)), ";")
+
+
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command, in blocks and in sentences; what stands for something else is left out."""
-    for text in [
-        *blocks(page, "", "sh", "bash", "console"),
-        *(f"{span} PART" for span in SPAN.findall(page.read_text())),
-    ]:
-        try:
-            words = shlex.split(text.replace("\n", " ; ").replace("\\ ;", " "), comments=False)
-        except ValueError:
-            continue  # no shell's
-        yield from split(words)
+    """The words of each command, in shell blocks and in sentences; what stands for something else is left out."""
+    for line in [*lines(page), *sentences(page)]:
+        for words in split(line, "&&", "||", "|"):
+            yield [word for word in words if not PLACEHOLDER.search(word)]
 
 
-def split(words: list[str]) -> Iterator[list[str]]:
-    found: list[str] = []
-    comment = False
-    for word in [*words, ";"]:
-        if word in (";", "&&", "||", "|"):
-            yield found
-            found, comment = [], False
-        elif word.startswith("#"):
-            comment = True
-        elif not (comment or PLACEHOLDER.search(word) or (word == "$" and not found)):
-            found.append(word)
+def sentences(page: Path) -> Iterator[list[str]]:
+    for span in SPAN.findall(page.read_text()):
+        with suppress(ValueError):  # no shell's
+            yield [*shlex.split(span), "PART"]
+
+
+def split(words: Iterable[str], *ends: str) -> list[list[str]]:
+    return [[*part] for is_end, part in groupby(words, lambda word: word in ends) if not is_end]
 
 
 def anchors(page: Path) -> set[str]:

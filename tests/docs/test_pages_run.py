@@ -1,35 +1,40 @@
 """Commands of the documentation that read, change, fork or replay a run are executed, page by page, on a real run.
 
-Those that begin a run are made short, and are slow tests, as are those that need `arealflow up`. Not executed: what
-follows a log or a run until Ctrl-C, `prefect deployment run`, `make`, and what needs several machines or a GPU. The
-tests of these commands do that, and the demo.
+Those that begin a run are made short, and are slow tests. Those that need `arealflow up` are in
+test_pages_deployed.py.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 import pytest
+from cryptography.fernet import Fernet
 from stage_driver import drive, store_in, tiny
-from test_documentation import PAGES, ROOT, blocks, commands
+from test_documentation import NEXT, PAGES, ROOT, blocks, commands, shell
 from typer.testing import CliRunner
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
+from warm_processes import Popen
 
-from areal_tasks.engines.ports import probe_port
+from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.history.signing import verify
 from areal_tasks.store.opening import open_run
 from areal_tasks.store.query import run_sql
-from areal_tasks.store.runs import Run
+from areal_tasks.store.runs import Run, run_names
 from areal_tasks.store.service_logs import LogCopy, LogName
 from areal_tasks.store.system import SystemLog
-from flows.cli import machine, processes, services
+from flows.cli import services
 from flows.cli.main import app
-from flows.credentials import NEEDED
 
 ITERATIONS: Final = 2
 #: Commands that need neither a GPU nor services, and how many of their first words name runs.
@@ -37,12 +42,11 @@ RUNS_NAMED: Final = dict.fromkeys(
     ("audit", "compact", "fork", "log", "logs", "replay", "set", "sql", "top", "weights"), 1
 ) | {"diff": 2, "report": 2}
 UNNAMED: Final = ("doctor", "gc", "init", "plan", "runs")
-PREPARED: Final = ("--sign", "--verify", "-f", "--remove")  # they need a file of the reader's, or a run that has ended
+#: Options of commands that have tests of their own: they need a key, do not end, or need a run that has ended.
+PREPARED: Final = ("--sign", "--verify", "-f", "--remove")
 NAMES: Final = ("mine", "other")
 #: For `set`: a run with iterations left, whose groups are generated ahead.
 AHEAD: Final = "ahead"
-#: Commands that start, use or stop what `arealflow up` starts, in the order of their execution.
-SERVED: Final = ("up", "deploy", "alerts", "s3-keys", "down")
 FILE: Final = re.compile(r"# (\w+\.(py|yaml))\b")
 STANDS_FOR: Final = {
     "K": "1",
@@ -51,6 +55,7 @@ STANDS_FOR: Final = {
     "STAGE": "verify",
     "key=value": "rollout.groups=2",
     **dict.fromkeys(("SERVICE", "SERVICE.node"), "inference-0"),
+    **dict.fromkeys(("NAME", "old-try"), "other"),
 }
 #: Added to commands that begin a run: an iteration of few samples, from random weights, in threads of this process.
 SHORT: Final = (
@@ -87,27 +92,46 @@ def observed(run: Run, folder: Path) -> None:
     LogCopy(run.store, run.name, LogName("inference-0", 1, 0), log)()
 
 
+def typed(page: Path) -> Iterator[list[str]]:
+    """The words of each command, as the program gets them."""
+    return ([word.replace(NEXT, "\n") for word in words if word != "PART"] for words in commands(page))
+
+
+def reads(words: Sequence[str]) -> bool:
+    """Whether this command can be executed on the runs of `recorded`."""
+    match words:
+        case ["arealflow", name, *arguments]:
+            known = name in UNNAMED or name in RUNS_NAMED
+            return known and not set(arguments) & set(PREPARED) and complete(name, arguments)
+    return False
+
+
+def prepared(words: Sequence[str]) -> bool:
+    return words[:1] == ["arealflow"] and words[1] in ("audit", "gc", "logs") and bool(set(words) & set(PREPARED))
+
+
+def begins(words: Sequence[str]) -> bool:
+    """Whether this command begins a run of a shipped recipe for CPUs."""
+    return words[:2] == ["arealflow", "run"] and "quickstart" in " ".join(words[2:3])
+
+
 def executable(page: Path) -> Iterator[list[str]]:
-    """The words of the commands that can be executed, with the run names that exist here."""
-    for words in commands(page):
-        match [word.replace(" ; ", "\n") for word in words if word != "PART"]:
-            case ["arealflow", name, *arguments] if not set(arguments) & set(PREPARED):
-                if (name in UNNAMED or name in RUNS_NAMED) and complete(name, arguments):
-                    yield [name, *here(arguments, RUNS_NAMED.get(name, 0), (AHEAD,) if name == "set" else NAMES)]
+    """Commands of `reads`, with the run names that exist here."""
+    for _, name, *arguments in filter(reads, typed(page)):
+        yield [name, *here(arguments, RUNS_NAMED.get(name, 0), (AHEAD,) if name == "set" else NAMES)]
 
 
-def begun() -> set[tuple[str, ...]]:
-    """The words of the commands that begin a run of a shipped recipe for CPUs."""
-    found = [tuple(word for word in words if word != "PART") for page in PAGES for words in commands(page)]
-    return {words[1:] for words in found if words[:2] == ("arealflow", "run") and "quickstart" in " ".join(words[2:3])}
+def everywhere(wanted: Callable[[list[str]], bool]) -> list[tuple[str, ...]]:
+    """The arguments of these commands on all pages, with the run names that exist here."""
+    found = [words[1:] for page in PAGES for words in typed(page) if wanted(words)]
+    return sorted({(name, *here(rest, RUNS_NAMED.get(name, 0))) for name, *rest in found})
 
 
-def served() -> list[list[str]]:
-    """The words of the commands of SERVED, in their order; `--remove` comes last of a command's."""
-    found = {tuple(word for word in words if word != "PART") for page in PAGES for words in commands(page)}
-    ours = {tuple(here(words[1:], 0)) for words in found if words[:1] == ("arealflow",) and words[1:2] != ()}
-    known = [list(words) for words in ours if words[0] in SERVED and words != ("deploy",)]
-    return sorted(known, key=lambda words: (SERVED.index(words[0]), "--remove" in words, words))
+def as_written(start: str) -> str:
+    """The line that begins so in a shell block of a page, for a shell."""
+    blocks = [text for page in PAGES for text in shell(page)]
+    [line] = {line for text in blocks for line in text.splitlines() if line.startswith(start)}
+    return line
 
 
 def write_files(page: Path, folder: Path) -> None:
@@ -140,6 +164,14 @@ def invoke(words: Sequence[str]) -> None:
     assert done.exit_code == 0, f"arealflow {' '.join(words)}\n{done.output}\n{done.exception!r}"
 
 
+def in_shell(line: str) -> str:
+    """What a line prints in a shell whose `python` is this one."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-ec", line], env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, with a store. What is imported from it is forgotten at the end."""
@@ -163,26 +195,69 @@ def test_commands_do_what_the_page_shows(
         invoke(words)
 
 
-@pytest.mark.slow("a Prefect server, worker and keeper of its own, and several deployments")
-def test_what_pages_say_of_up_and_its_server(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AREALFLOW_HOME", str(desk / "home"))
-    monkeypatch.setenv("AREALFLOW_ALERT_WEBHOOK", "http://127.0.0.1:1/alerts")
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setattr(processes, "START_SECONDS", LIMIT)
-    for name in NEEDED:
-        monkeypatch.setenv(name, "of a test")
-    write_files(ROOT / "README.md", desk)
-    invoke(["init", "my-project"])
+def test_a_run_is_signed_and_verified_by_the_keys_that_the_page_makes(recorded: Path, desk: Path) -> None:
+    shutil.copytree(recorded, desk, dirs_exist_ok=True)
+    in_shell(as_written("openssl "))
+    for option in ("--sign", "--verify"):
+        [words] = everywhere(lambda words, option=option: option in words and prepared(words))
+        invoke(words)
+    [found] = verify(store_in(desk), "mine", desk / "key.pub")
+    assert (found.signature.iteration, found.problem, found.known) == (ITERATIONS - 1, "", True)
+
+
+@contextmanager
+def following(words: Sequence[str], shown: Path) -> Iterator[Popen]:
+    """The command in a process, which prints to this file, and which Ctrl-C ends in order."""
+    with shown.open("w") as sink:
+        process = Popen([sys.executable, "-m", "arealflow.command", *words], stdout=sink, stderr=subprocess.STDOUT)
     try:
-        for words in served():
-            invoke([*words, *(["--port", str(probe_port())] if words[0] == "up" else [])])
-        assert not processes.parts("server", "worker", "keeper"), "the last command is `down`"
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT) == 0
     finally:
-        machine._end_all()
+        process.kill()
+
+
+@pytest.mark.parametrize("words", everywhere(lambda words: "-f" in words and prepared(words)), ids=" ".join)
+def test_a_log_is_followed_until_ctrl_c(words: tuple[str, ...], recorded: Path, desk: Path) -> None:
+    shutil.copytree(recorded, desk, dirs_exist_ok=True)
+    log, shown = desk / "service.log", desk / "shown"
+    copy = LogCopy(store_in(desk), "mine", LogName(words[2], 2, 0), log)
+    log.write_text("first line\n")
+    copy()
+    with following(words, shown):
+        wait_until(lambda: shown.read_text() == "first line\n", "what the log has")
+        log.write_text("first line\nsecond line\n")
+        copy()
+        wait_until(lambda: shown.read_text() == "first line\nsecond line\n", "what was added")
+
+
+def test_a_log_is_waited_for_until_ctrl_c(recorded: Path, desk: Path) -> None:
+    shutil.copytree(recorded, desk, dirs_exist_ok=True)
+    with following(["logs", "mine", "rollout-0", "-f"], desk / "shown"):
+        wait_until(lambda: "waiting for one" in (desk / "shown").read_text(), "the line that says so")
+
+
+def test_a_run_that_has_ended_is_removed(recorded: Path, desk: Path) -> None:
+    shutil.copytree(recorded, desk, dirs_exist_ok=True)
+    append_log(store_in(desk), "other", "finished", {"owner": 1})
+    [words] = everywhere(lambda words: "--remove" in words and prepared(words))
+    invoke(words)
+    assert "other" not in run_names(store_in(desk)) and "mine" in run_names(store_in(desk))
+
+
+def test_the_newest_run_of_the_demo_is_found(desk: Path) -> None:
+    for name in ("mine", "quickstart-20260101-000000", "quickstart-20260102-000000", "quickstart-20260102-000000-sft"):
+        (desk / ".arealflow" / "store" / name).mkdir(parents=True)
+    assert in_shell(f'{as_written("run=")}\necho "$run"') == "quickstart-20260102-000000\n"
+
+
+def test_the_key_for_prefects_blocks_is_one(desk: Path) -> None:
+    Fernet(in_shell(as_written("python -c ")).strip())
 
 
 @pytest.mark.slow("whole runs by the command; the one of the recipe on the first screen is in `make test`")
-@pytest.mark.parametrize("words", sorted(begun()), ids=" ".join)
+@pytest.mark.parametrize("words", everywhere(begins), ids=" ".join)
 def test_runs_that_a_page_begins(words: tuple[str, ...], api: str, desk: Path) -> None:
     invoke([*words, *SHORT])
 
@@ -193,7 +268,3 @@ def test_the_recipe_on_the_first_screen_runs(api: str, desk: Path) -> None:
     assert run_sql(store_in(desk), "mine", "SELECT DISTINCT verifier FROM samples").to_pylist() == [
         {"verifier": "my_reward:says_it"}
     ]
-
-
-def test_there_is_something_to_execute() -> None:
-    assert sum(len(list(executable(page))) for page in PAGES) > 100
