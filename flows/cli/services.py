@@ -52,10 +52,13 @@ def logs(
         missing = f"run {name!r} has no log of a service {service!r} yet: {others}"
         if not follow:
             raise UserError(missing)
-        typer.echo(f"{missing}; waiting for one", err=True)
-    while not mine:
-        time.sleep(POLL_SECONDS)
-        mine = _logs_of(service_logs(place, name, folder), service)
+        with suppress(KeyboardInterrupt):
+            typer.echo(f"{missing}; waiting for one", err=True)
+            while not mine:
+                time.sleep(POLL_SECONDS)
+                mine = _logs_of(service_logs(place, name, folder), service)
+    if not mine:
+        return
     newest = mine[-1]
     at = newest.tail(tail) if tail else 0
     _write_log(newest, at)
