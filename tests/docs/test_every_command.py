@@ -24,7 +24,7 @@ NOT_EXECUTED: Final = {
     "docker compose": "it needs Docker; what the files name is checked in tests/docs/test_machines_page.py",
     "export": "it sets what the reader knows; tests set such variables themselves",
     "kill -9 $(pgrep -f prefect.engine)": "it kills all flow runs of a machine: tests/flows/test_recovery_flow_runs.py",
-    "make demo": "it installs, and trains for minutes",
+    "make demo": "tests/docs/test_pages_deployed.py executes its script, made short",
     "make test": "it is this test run",
     "nft add rule": "tests/machines/test_firewall.py executes it on machines of its own",
     "pip install -e '.[gpu,datasets]'": "it downloads packages for GPUs",

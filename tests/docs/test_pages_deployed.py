@@ -155,6 +155,18 @@ def derivation(asked: Mapping[str, str]) -> tuple[str, str, int]:
     return (ORIGINAL, "replay", 0) if "original" in asked else ("", "", 0)
 
 
+def test_the_demo_runs_and_its_questions_are_answered(folder: Path) -> None:
+    short = [one for one in OURS["rlhf/quickstart"] if not one.startswith("evaluation")]
+    command = ["bash", str(ROOT / "deployments" / "demo.sh"), *short, "evaluation.limit=8"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [name] = re.findall(r"^run (quickstart-\S+): ", done.stdout, re.MULTILINE)
+    assert load_run(store_in(folder), name).committed == ITERATIONS
+    assert done.stdout.count("\narealflow sql ") == 5
+    assert re.search(r"^│ train +│ \d", done.stdout, re.MULTILINE), "the answer to the last question"
+
+
 def test_what_pages_say_of_the_server_and_its_end(folder: Path) -> None:
     for words in served(*ENDS):
         invoke(words)
