@@ -7,6 +7,7 @@ Written for Prefect 3.8.8, whose own worker
   run has been restarted, and the second report would mark the new start as crashed;
 - imports the flow, and torch with it, to run these hooks, concurrently with the new start;
 - starts each flow run through a process that resolves the flow's dependencies. Ours are installed;
+- may never end after SIGTERM or Ctrl-C (see `work`);
 - gives a cancelled flow process 30 s before it is killed. Here it must be gone within 10 s;
 - has flow runs send a heartbeat every 180 s: `deployments/automations/lost.yaml` counts them as lost after 100 s.
 """
@@ -27,7 +28,6 @@ from prefect import Flow
 from prefect.runner import _flow_run_executor
 from prefect.runner._process_manager import ProcessManager
 from prefect.runner._starter_engine import EngineCommandStarter
-from prefect.utilities.processutils import setup_signal_handlers_worker
 from prefect.workers import process
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
@@ -70,15 +70,35 @@ async def flow_without_hooks(flow_run: FlowRun) -> Flow[..., Any]:
     return Flow(lambda: None, name=str(flow_run.flow_id))
 
 
+async def work() -> None:
+    """Run the worker until SIGTERM or SIGINT, which cancels this task. A second SIGTERM does not cancel it again.
+
+    Prefect's handlers raise KeyboardInterrupt instead, wherever the process is. Raised while anyio starts a thread, or
+    by a second SIGTERM (`deployments/ray/worker.sh` sends two) while asyncio cancels all tasks for the first, it leaves
+    a thread of anyio's that is never asked to end, and for which the process waits for ever.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def end() -> None:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    await FlowWorker(work_pool_name=POOL, name=socket.gethostname()).start()
+
+
 def main() -> None:
     """Replace the parts of Prefect that the module's docstring names, and run the worker until a signal."""
     process.EngineCommandStarter = STARTER  # type: ignore[attr-defined, assignment]
     process.load_flow_from_flow_run = flow_without_hooks  # type: ignore[attr-defined, assignment]
     _flow_run_executor.ProcessManager = QuickKillManager  # type: ignore[attr-defined]
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))  # flow runs inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Prefect ends by it, and `… &` has it ignored
-    setup_signal_handlers_worker(os.getpid(), "the worker", print)
-    asyncio.run(FlowWorker(work_pool_name=POOL, name=socket.gethostname()).start())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio cancels `work` by it, and `… &` has it ignored
+    try:
+        asyncio.run(work())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # after either signal the process ends as one that was interrupted
 
 
 if __name__ == "__main__":

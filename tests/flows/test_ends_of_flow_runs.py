@@ -68,7 +68,6 @@ def test_flow_runs_send_three_heartbeats_before_they_count_as_lost(monkeypatch: 
         """The worker's work: none."""
 
     monkeypatch.setattr(worker, "FlowWorker", lambda **_: SimpleNamespace(start=ended))
-    monkeypatch.setattr(worker, "setup_signal_handlers_worker", lambda *_: None)
     monkeypatch.setenv(HEARTBEATS, "45")
     worker.main()
     assert os.environ[HEARTBEATS] == "45"
