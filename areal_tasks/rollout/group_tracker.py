@@ -76,13 +76,13 @@ class GroupTracker:
         """The batch size of the next iteration minus the number of live groups."""
         return self.rule.batch(self.next) - self.live()
 
-    def restore(self, waiting: Mapping[int, int]) -> None:
+    def restore(self, waiting: Mapping[int, int]) -> list[int]:
         """Make those of `waiting` that can be used, groups that an earlier start finished, the only live groups.
 
-        `waiting`: their versions. The other groups begin again.
+        `waiting`: their versions. Returns the others, which are not live.
         """
         self._forget_live()
-        self._keep(self.finished, waiting)
+        return self._keep(self.finished, waiting)
 
     def change_rule(self, rule: Staleness) -> tuple[list[int], list[int]]:
         """Apply another rule. Returns the running and the finished groups for which it has no room: they are not live.

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from areal_tasks.rollout.group_tracker import GroupTracker
-from areal_tasks.rollout.rejections import Rejections
+from areal_tasks.rollout.rejections import STALE, Rejections
 from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.suspects import Suspects
 from schemas.manifest import RejectedGroup, SpoolRecord
@@ -16,16 +16,19 @@ from schemas.manifest import RejectedGroup, SpoolRecord
 log = logging.getLogger(__name__)
 
 
-def recover(tracker: GroupTracker, spool: Spool) -> list[RejectedGroup]:
-    """Give the tracker what earlier starts of the flow left in the spool. Returns the groups that they rejected."""
+def recover(tracker: GroupTracker, spool: Spool, why: str) -> tuple[list[RejectedGroup], list[RejectedGroup]]:
+    """Give the tracker what earlier starts of the flow left in the spool.
+
+    Returns the groups that they rejected, and those that are stale, because of `why`: these are not recorded yet.
+    """
     waiting, rejected = spool.recover(tracker.settled)
-    for group in rejected:
+    stale = [RejectedGroup(index=index, reason=f"{STALE}: {why}") for index in tracker.restore(waiting)]
+    for group in [*rejected, *stale]:
         tracker.reject(group.index)
-    tracker.restore(waiting)
-    spool.forget(waiting.keys() - tracker.finished.of.keys())
+    spool.forget(group.index for group in stale)
     if waiting:
         log.info("%d finished groups are in the spool; %d of them can be used", len(waiting), tracker.ready())
-    return rejected
+    return rejected, stale
 
 
 @dataclass

@@ -152,11 +152,11 @@ class Generation:
 
     def recipes_have_changed(self, first: int) -> None:
         """Apply the changed recipes of the iterations from `first` on. No iteration may be taking groups."""
-        rule, why = self._rule(first), f"too old or too many for what is in force from iteration {first} on"
+        rule = self._rule(first)
         if self._rollouts is None:
             self.tracker.rule = rule
         else:
-            self._servers.call(in_loop(partial(self._rollouts.change_rule, rule, why)))
+            self._servers.call(in_loop(partial(self._rollouts.change_rule, rule, no_room(first))))
 
     def state(self) -> dict[str, Any]:
         """The groups after an iteration, as its commit records them: settled ones, and the spool's places of others."""
@@ -188,7 +188,7 @@ class Generation:
         assert isinstance(recipe, RlhfRecipe)
         self.tracker.rule, self.tracker.pace = self._rule(context.iteration), recipe.rollout.pace
         spool = Spool(run.store, run.name, run.owner, self._made_with, self._spooled)
-        rejected = recover(self.tracker, spool)
+        rejected, stale = recover(self.tracker, spool, no_room(context.iteration))
         client = self._servers.inference(waits=False)
         order = order_of(context, client, inputs.ref("prompts"), self._made_with)
         access, limits = context.engines.supervisor.access, recipe.rollout
@@ -197,6 +197,8 @@ class Generation:
         # after the first iteration of this start: its rollout was reused, filled a batch and may have counted them
         counted = context.iteration > self._first
         rollouts.rejections.restore([] if counted else rejected, self.tracker.ready())
+        for group in stale:
+            rollouts.rejections.add(group)
         return rollouts
 
     def _rule(self, k: int) -> Staleness:
@@ -207,6 +209,11 @@ class Generation:
 
     def _settings(self, k: int) -> RolloutSettings:
         return self._recipe_at(k).rollout  # type: ignore[union-attr]
+
+
+def no_room(first: int) -> str:
+    """Why finished groups are rejected as stale."""
+    return f"too old or too many for what is in force from iteration {first} on"
 
 
 async def in_loop(action: Callable[[], None]) -> None:

@@ -130,7 +130,6 @@ class UndisturbedRun(RuleBasedStateMachine):
         self.store = FailingStore(self.disk.url, Path(self.disk.uri("")))
         self.consumed: dict[int, tuple[int, int]] = {}
         self.recorded: dict[int, int] = {}
-        self.outdated = set[int]()  # groups in the spool that a start had no room for: they begin again
         self.commit, self.trained, self.zombies, self.owners = Commit(), 0, list[Near](), count(1)
         self.runner, self.errors = asyncio.Runner(), list[dict[str, Any]]()
         self.runner.get_loop().set_default_executor(AtOnce(1))
@@ -175,15 +174,16 @@ class UndisturbedRun(RuleBasedStateMachine):
         if self.commit.rollout is not None:
             tracker.consume(self.commit.rollout)
         spool, again = (replace(at(self.store, owner), first=self.commit.places) for _ in range(2))
-        recover(tracker, spool)
+        _, stale = recover(tracker, spool, SAYS_SO)
         everything, _ = at(self.store, owner).recover(tracker.settled)
         usable = {group for group, version in everything.items() if tracker.rule.deadline(version) >= tracker.next}
         assert usable >= tracker.finished.of.keys() or self.kind == "admission"
         found = again.recover(tracker.settled)[0].keys()
-        assert everything.keys() >= found >= (everything.keys() - self.outdated) | tracker.finished.of.keys()
-        self.outdated |= everything.keys() - tracker.finished.of.keys()
+        assert everything.keys() == found == tracker.finished.of.keys(), "what has no room is rejected"
         client = cast(InferenceClient, self.servers)
         self.found = Here(tracker, client, cast(Any, None), self.connect, self.limits, spool)
+        for group in stale:
+            self.found.rejections.add(group)
         self.taking: asyncio.Task[list[Written]] | None = None
         tracker.needed = lambda: not self.found.held.is_set() or self.needs_groups()
         self.trained = self.commit.next

@@ -24,7 +24,7 @@ from areal_tasks.engines.session import Engines
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.stages.build import Built
-from areal_tasks.stages.generation import Generation, groups_of
+from areal_tasks.stages.generation import Generation, groups_of, no_room
 from areal_tasks.stages.jobs import Execute, Job, run_directly
 from areal_tasks.stages.replay import replay_segments
 from areal_tasks.store import paths
@@ -97,6 +97,8 @@ def check(run: Run) -> None:
     settled = settled_after(run.head())
     assert all(group in settled for group in consumed)
     assert all(group in consumed or group in rejected for group in range(settled.prefix))
+    left = "SELECT group_id, version FROM spool WHERE state = 'waiting'"
+    assert run.committed < (run.planned or 0) or run_sql(run.store, run.name, left).to_pylist() == []
     assert audit(run.store, run.name).sound
 
 
@@ -234,6 +236,29 @@ def test_a_killed_flow_goes_on_with_the_change(tmp_path: Path, number: int) -> N
     run = load_run(drive(tmp_path, "r", recipe).store, "r")
     assert [s.change.n for s in run.segments if s.change] == [1]
     assert 1 <= run.segments[-1].from_iteration <= 3 and run.committed == 9
+    check(run)
+
+
+def test_what_waits_and_no_longer_fits_when_the_run_goes_on_is_recorded(tmp_path: Path) -> None:
+    """The change was asked for while no flow ran, and the spool had groups of each iteration that η allowed."""
+
+    def execute(jobs: Sequence[Job]) -> list[Built]:
+        if jobs[0].label == "train 1" and (generation := jobs[0].context.generation) is not None:
+            wait_until(partial(all_ready, generation), "all that may begin")
+            raise UserError("ends here")
+        return run_directly(jobs)
+
+    recipe = ahead(rollout={"max_head_offpolicyness": 3}, schedule={"iterations": 6})
+    with pytest.raises(UserError, match="ends here"):
+        drive(tmp_path, "r", recipe, execute)
+    waiting = "SELECT count(*) AS n FROM spool WHERE state = 'waiting'"
+    [before] = run_sql(store_in(tmp_path), "r", waiting)["n"].to_pylist()
+    request(load_run(store_in(tmp_path), "r"), ["rollout.max_head_offpolicyness=1", "rollout.groups=2"])
+    run = load_run(drive(tmp_path, "r", recipe).store, "r")
+    first, reason = run.segments[-1].from_iteration, "SELECT reason FROM spool WHERE state = 'rejected'"
+    reasons = run_sql(run.store, "r", reason)["reason"].to_pylist()
+    assert set(reasons) == {f"stale: {no_room(first)}"} and before - 4 <= len(reasons) < before
+    assert rollout_of(run, first).metrics["rejected_stale"] == len(reasons)
     check(run)
 
 
