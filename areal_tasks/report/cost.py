@@ -184,8 +184,10 @@ def bottleneck(spent: Mapping[str, TimeSpent], eta: int) -> str:
     if waits.get("groups", 0.0) >= STANDS_OUT:
         said = f"The trainer waits for groups {percent(waits['groups'], 1)} of the time"
         return f"Bottleneck: generation: {_generation(spent, eta)}. {said}."
-    if servers.waited("rule") >= STANDS_OUT and trainer.seconds and sum(waits.values()) < STANDS_OUT:
-        said = f"The servers wait for it {percent(servers.waited('rule'), 1)} of the time"
+    idle = servers.waited("rule")
+    if (idle >= STANDS_OUT or not servers.seconds) and trainer.seconds and sum(waits.values()) < STANDS_OUT:
+        serving = f"The servers wait for it {percent(idle, 1)} of the time"
+        said = serving if servers.seconds else "Nothing else takes long"
         return (
             f"Bottleneck: training: more ranks (trainer.ranks), or larger passes (trainer.micro_batch_tokens). {said}."
         )

@@ -45,6 +45,7 @@ BUSY = TimeSpent({"generate": 95}, {"rule": 5}, full=0.9)
             4,
             "trainer.ranks",
         ),
+        ({"trainer": trainer(95, flow=5)}, 0, "trainer.micro_batch_tokens). Nothing else takes long"),
         ({"trainer": trainer(60, verdicts=40)}, 0, "reward.workers"),
         ({"trainer": trainer(60, store=40)}, 0, "store.url"),
         ({"trainer": trainer(60, evaluation=40)}, 0, "evaluation.every"),
