@@ -21,6 +21,7 @@ from stage_driver import (
 from waiting import wait_until
 
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.sharing import Serving
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.stages.build import Built
@@ -180,6 +181,7 @@ def test_servers_and_workers_join_and_leave_a_run_that_goes_on(tmp_path: Path) -
             wanted = {"train 3": 2, "train 7": 1, "train 11": 3}[label]
             wait_until(lambda: services(engines) == (wanted, wanted), "all have joined or left")
             seen[label] = services(engines)
+            assert at_once(engines) == {2}
         return ask(jobs)
 
     apart = {"groups_per_request": 1}  # so that a worker's groups, which begin together, do so on several servers
@@ -191,6 +193,12 @@ def test_servers_and_workers_join_and_leave_a_run_that_goes_on(tmp_path: Path) -
         for when in ("=", ">")
     }
     assert servers[">"] - servers["="], "those that joined generate"
+
+
+def at_once(engines: Engines) -> set[int]:
+    """How many requests the flow, and its workers, may have in flight on a server."""
+    client, manager = engines.servers.inference(waits=False), cast(Rollouts, engines.servers.workers._manager)
+    return {client.serving.requests, *(cast(Serving, link._serving).requests for link in manager.links.ready())}
 
 
 def services(engines: Engines) -> tuple[int, int]:
