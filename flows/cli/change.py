@@ -49,10 +49,12 @@ def check_changeable(run: Run) -> None:
 
 
 def newest_recipe(run: Run, waiting: Sequence[Change]) -> Recipe:
-    """The recipe of the run with all requested changes."""
-    recipe = parse_recipe(read_recorded(run.segments[-1].recipe), run.name)
+    """The recipe of the run with all requested changes, except those that the flow, if it runs, has refused."""
+    recipe, start = parse_recipe(read_recorded(run.segments[-1].recipe), run.name), running_start(run)
+    refused = refusals(run, start.n) if waiting and start else {}
     for one in waiting:
-        recipe = with_values(recipe, one.values)
+        if one.n not in refused:
+            recipe = with_values(recipe, one.values)
     return recipe
 
 
@@ -98,7 +100,8 @@ def show_live(run: Run, as_json: bool) -> None:
         show(changes, False, "changes so far")
 
 
-def refusals(run: Run) -> dict[int, str]:
-    """By number of the change, why the last start of the flow that looked at it has not put it into force."""
+def refusals(run: Run, start: int = 0) -> dict[int, str]:
+    """By number of the change, why the last start of the flow that looked at it (or `start`) has not applied it."""
     lines = [line.details for line in read_log(run.store, run.name) if line.action == "refused"]
-    return {int(details["change"]): f"refused: {details['why']}" for details in lines}
+    asked = [details for details in lines if start in (0, details["owner"])]
+    return {int(details["change"]): f"refused: {details['why']}" for details in asked}
