@@ -14,6 +14,7 @@ from areal_tasks.launchers.cluster import Listing, Machine, Resources
 from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
 from areal_tasks.launchers.placement import Proposal, propose, service_needs
 from areal_tasks.store import paths
+from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import find_record
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.parallel import parallel
@@ -27,7 +28,9 @@ from schemas.manifest import NodeRecord, ServiceRecord
 from schemas.recipe.recipe import Recipe
 
 #: A record of a service's start: its name, and the number of the start.
-_RECORD: Final = re.compile(r"(trainer|(?:trainer|inference|rollout)-\d+(?:\.\d+)?)-(\d+)\.json")
+_RECORD: Final = re.compile(r"(trainer|rollout-evaluation|(?:trainer|inference|rollout)-\d+(?:\.\d+)?)-(\d+)\.json")
+#: The fields that `arealflow set` changes as services leave, by the first word of their names.
+_COUNTS: Final = {"trainer": "trainer.nodes", "inference": "inference.servers", "rollout": "rollout.workers"}
 #: Why a service of a recipe for GPUs does not run here, or where it computes, if none is visible.
 NO_GPU: Final = (
     "SGLang needs a GPU, and none is visible (CUDA_VISIBLE_DEVICES, nvidia-smi): use a machine that has one, servers "
@@ -109,6 +112,9 @@ def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
     waits = record.waits if (record := current_waits(run)) else ()
     why, gpus = {wait.at: wait.says for wait in waits}, placed_gpus(run, owner)
     asked = dict.fromkeys(service_needs(recipe, bool(external_servers())), 0)
+    changed = changed_fields(run.segments)  # others may have other values in this start than in the store
+    newest = newest_starts(run, owner)
+    left = [name for name in newest if name not in asked and _COUNTS[name.partition("-")[0]] in changed]
 
     def row(start: tuple[str, int]) -> dict[str, Any]:
         name, restart = start
@@ -124,7 +130,7 @@ def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
             "why": "" if service else why.get(name, ""),
         }
 
-    return parallel(row, sorted((asked | newest_starts(run, owner)).items()))
+    return parallel(row, sorted((name, start) for name, start in (asked | newest).items() if name not in left))
 
 
 def newest_starts(run: Run, owner: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ from areal_tasks.store.runs import Run
 from areal_tasks.store.waits import waits_record, write_waits
 from flows.cli import main, placement
 from schemas.errors import UserError
-from schemas.manifest import NodeRecord, ServiceRecord, Wait
+from schemas.manifest import Change, NodeRecord, ServiceRecord, Wait
 from schemas.recipe.load import load_recipe
 
 amount = st.integers(0, 8)
@@ -304,6 +304,8 @@ def test_a_run_that_is_under_way(run: Run) -> None:
     for name in ("trainer-meeting", "inference-0-meeting"):
         service(run, name, 0)
     service(run, "inference-0.1", 3)
+    for restart in (0, 1):
+        service(run, "rollout-evaluation", restart)
     node_record = NodeRecord(url="https://x", host="n2", pid=1, certificate="", software={})
     run.store.create(paths.node("r", run.owner, "inference-0", 0), node_record.encode())
     append_log(run.store, "r", "placed", {"owner": run.owner, "trainer": "0+1"})
@@ -315,9 +317,21 @@ def test_a_run_that_is_under_way(run: Run) -> None:
         ("inference-0.1", "runs", "n1", "", 3, ""),
         ("rollout-0", "waits", "", "", 0, ""),
         ("rollout-1", "waits", "", "", 0, "Resources"),
-        ("rollout-evaluation", "waits", "", "", 0, ""),
+        ("rollout-evaluation", "runs", "n1", "", 1, ""),
         ("trainer", "runs", "n1", "0+1", 11, ""),
     ]
+
+
+@pytest.mark.parametrize(("workers", "shown"), [(0, ["rollout-0", "rollout-1", "rollout-2"]), (1, ["rollout-0"])])
+def test_services_that_have_left_a_run_are_not_shown(run: Run, workers: int, shown: list[str]) -> None:
+    """Unless `arealflow set` has changed their number: this start may have more than the recipe in the store."""
+    for name in ("rollout-0", "rollout-1", "rollout-2"):
+        service(run, name, 0)
+    if workers:
+        fewer = Change(n=1, values={"rollout.workers": workers}, user="ann", host="n1", time="")
+        run = run.with_change(fewer, 0, tiny(rollout={"workers": workers}))
+    rows = placement.running_rows(run, placement.next_recipe(run, []), run.owner)
+    assert [row["service"] for row in rows if row["service"].startswith("rollout-") and row["node"]] == shown
 
 
 def test_a_run_whose_flow_has_ended(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
