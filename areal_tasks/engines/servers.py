@@ -24,7 +24,7 @@ from areal_tasks.engines.handover import Transport, WeightsSource, name_of, read
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.proof import Proof, is_proven
 from areal_tasks.engines.server import ServerDown
-from areal_tasks.engines.starting import evaluator_names, ready, worker_names
+from areal_tasks.engines.starting import evaluator_names, ready, starting, worker_names
 from areal_tasks.engines.trainer.commands import Receiver, Send, Sent
 from areal_tasks.engines.trainer_client import TrainerClient, TrainerDown
 from areal_tasks.engines.trainers import ResidentTrainer
@@ -220,8 +220,9 @@ class Servers:
         for its current weights, would wait without end: only the trainer has them, and no thread sends them, since
         servers were restarted on others, or a transfer has failed.
         """
-        waits_for = "generation" if generates else "a command to the servers"
-        with self.watchdog.waiting(waits_for, lambda: self._workers_heartbeats() | self._heartbeats()):
+        names = [*self.names, *self.workers.used, *self.evaluators.used]
+        poll = lambda: self._workers_heartbeats() | self._heartbeats() | starting(self.supervisor, names)  # noqa: E731
+        with self.watchdog.waiting("generation" if generates else "a command to the servers", poll):
             return self.loop.run(work, meanwhile=lambda: self._supervise_if_free(generates))
 
     def ask_workers(self, work: Coroutine[Any, Any, T], about: str = "") -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NewType
 
@@ -25,6 +26,7 @@ MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "
 WORKER: Final = "areal_tasks.rollout.worker"
 #: What ends the wait for a service that no machine runs yet.
 NO_MACHINE: Final = "launcher.queue_seconds until a machine runs it, then launcher.startup_seconds"
+STARTS: Final = "launcher.startup_seconds"
 
 
 def trainer_names(recipe: Recipe, *roles: Role) -> list[str]:
@@ -71,11 +73,13 @@ def ready(
     supervisor: Supervisor, watchdog: Watchdog, names: Sequence[str], weights: WeightsRef | None = None
 ) -> list[str]:
     """The addresses of these services, once they have started; one that has ended is restarted, on `weights`."""
-
-    def starting() -> dict[str, Heartbeat]:
-        services = [service for name in names for service in supervisor.members(name) if not service.url]
-        found = [(s.spec.name, s.handle.waiting(), f"see {s.job.log}") for s in services]
-        return {name: Heartbeat(None, why or log, NO_MACHINE if why else "") for name, why, log in found}
-
-    with watchdog.waiting("its start", starting, limit="launcher.startup_seconds"):
+    with watchdog.waiting("its start", partial(starting, supervisor, names), limit=STARTS):
         return supervisor.wait(names, weights)
+
+
+def starting(supervisor: Supervisor, names: Sequence[str]) -> dict[str, Heartbeat]:
+    """Heartbeats of those of these services that have not started, or not again: what each waits for, and its limit."""
+    known = [name for name in names if name in supervisor.services]
+    services = [one for name in known for one in supervisor.members(name) if not one.url and not one.logged]
+    found = [(s.spec.name, s.handle.waiting(), s.reason.strip() or f"see {s.job.log}") for s in services]
+    return {name: Heartbeat(None, why or other, NO_MACHINE if why else STARTS) for name, why, other in found}

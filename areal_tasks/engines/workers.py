@@ -57,6 +57,11 @@ class Workers:
     def names(self) -> list[str]:
         return self.names_of(self.recipe) if self.generates else []
 
+    @property
+    def used(self) -> list[str]:
+        """The names of the workers while a manager leases them groups."""
+        return self.names if self._manager is not None else []
+
     def adapt(self, recipe: Recipe, join: Callable[[str], None]) -> None:
         """Change to this recipe. `join` starts a worker that it adds; those that it removes leave."""
         with self._lock:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from areal_tasks.engines.access import Access
@@ -16,6 +17,7 @@ class FakeSupervisor:
     """Its servers are those in `running`; nothing of it ever ends."""
 
     access = Access("token")
+    services: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, *urls: str) -> None:
         self.running = [Ready(url) for url in urls]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from waiting import wait_until
 
 from areal_tasks.engines import trainers
 from areal_tasks.engines.session import Engines
+from areal_tasks.engines.starting import NO_MACHINE
 from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.opening import open_run
+from areal_tasks.store.parallel import in_background
 from schemas.recipe.load import load_recipe
 from tests.inference.fake_server import serve, until
 from tests.inference.fake_supervisor import FakeSupervisor, supervise
@@ -119,3 +122,23 @@ def test_servers_of_two_versions_are_brought_to_the_one_in_force(engines: Engine
     assert client.version == VERSION
     wait_until(lambda: len(client.healthy()) == 2)
     assert [server.version for server in pair(engines).servers] == [VERSION] * 2
+
+
+def test_generation_waits_for_a_server_that_has_no_machine_again(engines: Engines) -> None:
+    """Its workers and the other servers answer, and are at nothing that would tell of it."""
+    engines.servers.inference()
+    needs = "waits for 1 GPU of one node; free in the whole cluster: 0 GPU, of 2"
+    lost = SimpleNamespace(spec=SimpleNamespace(name="inference-1"), url="", logged=False, reason="")
+    lost.handle, lost.job = SimpleNamespace(waiting=lambda: needs), SimpleNamespace(log="its log")
+    engines.supervisor.services, over = {"inference-1": lost}, asyncio.Event()  # type: ignore[dict-item]
+    engines.supervisor.members = lambda name: [engines.supervisor.services[name]]  # type: ignore[method-assign]
+    client, engines.watchdog.pause = engines.servers._client, 0.0
+    waiting = in_background(lambda: engines.servers.call(over.wait(), generates=client), "stage")
+
+    def told() -> list[tuple[str, str, str, str]]:
+        engines.watchdog.poll_all()
+        return [(one.at, one.what, one.says, one.limit) for one in engines.watchdog.waits(0.0)]
+
+    wait_until(lambda: ("inference-1", "generation", needs, NO_MACHINE) in told(), "it is named")
+    engines.servers.loop.loop.call_soon_threadsafe(over.set)
+    waiting.result()

@@ -168,8 +168,8 @@ def test_a_service_has_no_time_to_start_in_before_a_machine_runs_it() -> None:
 
     handle = SimpleNamespace(waiting=lambda: waiting[0])
     spec, job = SimpleNamespace(name="a"), SimpleNamespace(log="its log")
-    group = [SimpleNamespace(handle=handle, url="", spec=spec, job=job)]
-    supervisor: Any = SimpleNamespace(members=lambda _: group, wait=wait)
+    group = [SimpleNamespace(handle=handle, url="", spec=spec, job=job, logged=False, reason="")]
+    supervisor: Any = SimpleNamespace(members=lambda _: group, wait=wait, services={"a": group[0]})
     starting.ready(supervisor, watchdog, ["a"])
     assert limits == [starting.NO_MACHINE, "launcher.startup_seconds"]
 
