@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from areal_tasks.engines.external import external_servers
+from areal_tasks.engines.starting import NO_MACHINE
 from areal_tasks.launchers.choice import make_cluster, on_this_machine
 from areal_tasks.launchers.cluster import Listing, Machine, Resources
 from areal_tasks.launchers.gpus import assigned, place_recipe, visible_gpus
@@ -115,11 +116,13 @@ def running_rows(run: Run, recipe: Recipe, owner: int) -> list[dict[str, Any]]:
     changed = changed_fields(run.segments)  # others may have other values in this start than in the store
     newest = newest_starts(run, owner)
     left = [name for name in newest if name not in asked and _COUNTS[name.partition("-")[0]] in changed]
+    lost = {wait.at for wait in waits if wait.limit == NO_MACHINE}  # the newest recorded start of these has ended
 
     def row(start: tuple[str, int]) -> dict[str, Any]:
         name, restart = start
-        service = find_record(run.store, paths.service(run.name, owner, name, restart), ServiceRecord)
-        node = find_record(run.store, paths.node(run.name, owner, name, restart), NodeRecord)
+        begun, placed = (path(run.name, owner, name, restart) for path in (paths.service, paths.node))
+        service = None if name in lost else find_record(run.store, begun, ServiceRecord)
+        node = None if name in lost else find_record(run.store, placed, NodeRecord)
         where = service or node
         return {
             "service": name,

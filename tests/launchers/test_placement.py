@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage_driver import store_in, tiny
 
+from areal_tasks.engines.starting import NO_MACHINE
 from areal_tasks.launchers import slurm_nodes
 from areal_tasks.launchers.cluster import Machine, Resources
 from areal_tasks.launchers.placement import KINDS, propose, service_needs
@@ -310,11 +311,12 @@ def test_a_run_that_is_under_way(run: Run) -> None:
     run.store.create(paths.node("r", run.owner, "inference-0", 0), node_record.encode())
     append_log(run.store, "r", "placed", {"owner": run.owner, "trainer": "0+1"})
     waits = [Wait(at="rollout-1", what="its start", since="", limit="", says="Resources")]
+    waits += [Wait(at="inference-0.1", what="generation", since="", limit=NO_MACHINE, says="needs a GPU")]
     write_waits(run, 1, waits_record(waits, 60))
     rows = placement.running_rows(run, placement.next_recipe(run, []), run.owner)
     assert [tuple(row.values()) for row in rows] == [
         ("inference-0", "starts", "n2", "", 0, ""),
-        ("inference-0.1", "runs", "n1", "", 3, ""),
+        ("inference-0.1", "waits", "", "", 3, "needs a GPU"),
         ("rollout-0", "waits", "", "", 0, ""),
         ("rollout-1", "waits", "", "", 0, "Resources"),
         ("rollout-evaluation", "runs", "n1", "", 1, ""),
