@@ -15,7 +15,9 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from areal_tasks.rollout.filters import kind_of
 from areal_tasks.rollout.judging import judged_table
+from areal_tasks.rollout.rejections import STALE
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.store import paths, spool
 from areal_tasks.store.backend import Store, StoreError, Unavailable
@@ -99,7 +101,8 @@ class Spool:
     def recover(self, settled: SettledGroups) -> tuple[dict[int, int], list[RejectedGroup]]:
         """Close all earlier starts. Returns the groups that wait in their records, and those that they rejected.
 
-        Of a group that waits, it gives the version of the oldest token.
+        Of a group that waits, it gives the version of the oldest token. A group that is recorded as stale had finished:
+        it waits no more, and may be counted. Of any other that is in both, what finished is used.
         """
         waiting: dict[int, int] = {}
         rejected: dict[int, RejectedGroup] = {}  # each once: a record may repeat an earlier one, whose answer was lost
@@ -111,6 +114,8 @@ class Spool:
                 unsettled = {group.index: group.version for group in record.finished if group.index not in settled}
                 self.note(record, unsettled)
                 waiting |= unsettled
+        self.forget(stale := {index for index, group in rejected.items() if kind_of(group.reason) == STALE})
+        waiting = {index: version for index, version in waiting.items() if index not in stale}
         return waiting, [group for index, group in rejected.items() if index not in waiting]
 
     def close(self, start: int) -> list[SpoolRecord]:
