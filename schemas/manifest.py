@@ -320,11 +320,14 @@ class LogRecord(StoredRecord):
     previous: str = Field(default="", description="SHA-256 of the bytes of the record before it")
 
 
+#: How a start of the flow begins.
+BEGINNINGS: Final = ("started", "resumed")
 #: How a start of the flow ends, unless it is killed.
 ENDINGS: Final = ("finished", "failed", "cancelled", "suspended", "interrupted")
 #: The actions in a log.
 ACTIONS: Final = (
-    *("started", "resumed", "placed", "first iteration"),
+    *BEGINNINGS,
+    *("placed", "first iteration"),
     *ENDINGS,
     *("extended", "changed", "refused", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
 )

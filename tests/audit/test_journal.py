@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import read_record
-from areal_tasks.store.history.journal import append_log, current_user, read_log
+from areal_tasks.store.history.journal import append_log, current_user, end_of_start, read_log
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.weights import find_tag, protect_weights, read_tags, tag_weights
 from schemas.errors import UserError
@@ -39,6 +39,18 @@ def test_a_log_is_numbered_and_chained(here: Store) -> None:
     assert first.details == {"owner": 1, "until": "stop", "share": 0.5, "dry": True}
     assert second.previous == hashlib.sha256(here.read(paths.log("r", 1))).hexdigest()
     assert second.prefect_flow_run_id == "f"
+
+
+def test_the_end_of_a_start_is_found_without_reading_what_was_logged_before_it(here: Store) -> None:
+    append_log(here, "r", "started", {"owner": 1})
+    append_log(here, "r", "placed", {"owner": 1})  # start 1 is killed
+    append_log(here, "r", "resumed", {"owner": 2})
+    assert [end_of_start(here, "r", owner) for owner in (1, 2, 3)] == [None, None, None]
+    end = append_log(here, "r", "failed", {"owner": 2})
+    append_log(here, "r", "changed", {"owner": 1})
+    assert [end_of_start(here, "r", owner) for owner in (1, 2, 3)] == [None, end, None]
+    Path(here.uri(paths.log("r", 2)).removeprefix("file://")).write_text("damaged")
+    assert end_of_start(here, "r", 2) == end
 
 
 def test_lines_written_at_once_all_stand_in_the_log(here: Store) -> None:

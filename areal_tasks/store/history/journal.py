@@ -16,7 +16,7 @@ from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.commit import append_record, bytes_digest, last_number, new_attempt, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
-from schemas.manifest import ACTIONS, ENDINGS, LogRecord
+from schemas.manifest import ACTIONS, BEGINNINGS, ENDINGS, LogRecord
 
 Details = Mapping[str, bool | int | float | str]
 
@@ -58,9 +58,18 @@ def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
 
 
 def end_of_start(store: Store, run: str, owner: int) -> LogRecord | None:
-    """The line about the end of the start `owner` of the flow; None if it runs, was killed, or never existed."""
-    lines = (line for line in read_log(store, run) if line.details.get("owner") == owner)
-    return next((line for line in lines if line.action in ENDINGS), None)
+    """The line about the end of the start `owner` of the flow; None if it runs, was killed, or never existed.
+
+    It reads the log backwards, as far as this start's first line.
+    """
+    for n in range(log_length(store, run), 0, -1):
+        line = read_record(store, paths.log(run, n), LogRecord)
+        if line.details.get("owner") == owner:
+            if line.action in ENDINGS:
+                return line
+            if line.action in BEGINNINGS:
+                return None
+    return None
 
 
 def log_length(store: Store, run: str) -> int:
