@@ -45,10 +45,7 @@ def test_a_deployment_runs_on_a_cluster(cluster: Cluster) -> None:
     asked = ["--watch", "--param", "run=mine", "--param", f"overrides={overrides}"]
     control.run(["prefect", "deployment", "run", "rlhf/quickstart", *asked], server)
     worker.terminate()
-    try:
-        printed, _ = worker.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:  # once, beside two other tests: what has not ended was not seen
-        pytest.fail(head.run(["ps", "-eo", "pid,ppid,stat,etimes,wchan:20,args"]).stdout)
+    printed, _ = worker.communicate(timeout=LIMIT)
     hosts = dict(re.findall(r"service (\S+) starts on (\S+)", printed))
     assert hosts.keys() == {"trainer", "inference-0", "rollout-0", "rollout-1", "rollout-evaluation"}, printed
     assert len(set(hosts.values())) > 1
