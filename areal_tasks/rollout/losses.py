@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from areal_tasks.rollout.group_tracker import GroupTracker
-from areal_tasks.rollout.rejections import STALE, Rejections
+from areal_tasks.rollout.rejections import Rejections, stale_reason
 from areal_tasks.rollout.spooling import Spool
 from areal_tasks.rollout.suspects import Suspects
 from schemas.manifest import RejectedGroup, SpoolRecord
@@ -22,7 +22,7 @@ def recover(tracker: GroupTracker, spool: Spool, why: str) -> tuple[list[Rejecte
     Returns the groups that they rejected, and those that are stale, because of `why`: these are not recorded yet.
     """
     waiting, rejected = spool.recover(tracker.settled)
-    stale = [RejectedGroup(index=index, reason=f"{STALE}: {why}") for index in tracker.restore(waiting)]
+    stale = [RejectedGroup(index=index, reason=stale_reason(why)) for index in tracker.restore(waiting)]
     for group in [*rejected, *stale]:
         tracker.reject(group.index)
     spool.forget(group.index for group in stale)

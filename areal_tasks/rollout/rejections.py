@@ -129,3 +129,8 @@ def summary(groups: Iterable[RejectedGroup]) -> str:
 def _mean(rewards: Iterable[float | None]) -> str:
     known = [reward for reward in rewards if reward is not None]
     return f" (mean reward {fmean(known):.3g})" if known else ""
+
+
+def stale_reason(why: str) -> str:
+    """The reason for which a finished group is rejected that a change, `why`, leaves no room for."""
+    return f"{STALE}: {why}"

@@ -28,7 +28,7 @@ from areal_tasks.rollout.judging import VerifiersFailed
 from areal_tasks.rollout.link import Link, WorkerLost
 from areal_tasks.rollout.links import Assignments, Links
 from areal_tasks.rollout.losses import Losses
-from areal_tasks.rollout.rejections import STALE, Rejections
+from areal_tasks.rollout.rejections import Rejections, stale_reason
 from areal_tasks.rollout.settled import SettledGroups
 from areal_tasks.rollout.spooling import Place, Spool, Writer
 from areal_tasks.rollout.staleness import Staleness
@@ -166,7 +166,7 @@ class Rollouts:
         running, finished = self.tracker.change_rule(rule)
         self._forget([*running, *finished])
         for index in finished:
-            self._reject(index, f"{STALE}: {why}")
+            self._reject(index, stale_reason(why))
         if running or finished:
             log.info("%d groups begin again and %d are rejected: %s", len(running), len(finished), why)
         self.begin()

@@ -25,7 +25,7 @@ from areal_tasks.rollout.losses import recover
 from areal_tasks.rollout.made_with import ENGINE_FIELDS, made_with
 from areal_tasks.rollout.orders import Begin
 from areal_tasks.rollout.prompts import PROMPT_COLUMNS
-from areal_tasks.rollout.rejections import STALE
+from areal_tasks.rollout.rejections import stale_reason
 from areal_tasks.rollout.rollouts import Rollouts
 from areal_tasks.rollout.settled import settled_after
 from areal_tasks.rollout.spooling import NOTHING_SPOOLED, Place, Spool
@@ -197,7 +197,7 @@ class Generation:
         rollouts.held = self._held
         # after the first iteration of this start: its rollout was reused, filled a batch and may have counted
         # them; those for which this iteration has no room it has not
-        counted, here = context.iteration > self._first, f"{STALE}: {no_room(context.iteration)}"
+        counted, here = context.iteration > self._first, stale_reason(no_room(context.iteration))
         uncounted = [group for group in rejected if not counted or group.reason == here]
         rollouts.rejections.restore(uncounted, self.tracker.ready())
         for group in stale:
