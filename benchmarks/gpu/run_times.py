@@ -164,8 +164,12 @@ def _share(table: Sequence[Row], flag: str) -> float:
 
 
 def steady_rows(table: Sequence[Row], warm: int) -> list[Row]:
-    """The iterations after the first `warm` of each start, where services and compilers still warm up."""
-    found = [row for row in table if row["age"] >= warm and not row["resumed"]]
+    """The iterations after the first `warm` of each start, where services and compilers still warm up.
+
+    Without the last one if it makes a checkpoint: the end of a run waits until that one is written.
+    """
+    ended = [row for row in table[-1:] if row["checkpoint"]]
+    found = [row for row in table if row["age"] >= warm and not row["resumed"] and row not in ended]
     if not found:
         raise SystemExit(f"the run has {len(table)} iterations; more than {warm} after a start are needed")
     return found
