@@ -32,7 +32,7 @@ class StageTasks:
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
         logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)  # below that it only repeats the states
-        self._tasks: dict[str, Task[..., Any]] = {}
+        self._tasks: dict[tuple[str, int], Task[..., Any]] = {}  # Prefect keeps the functions of tasks
         self._jobs: dict[str, Job] = {}
         self._built: dict[str, Built] = {}
 
@@ -56,17 +56,17 @@ class StageTasks:
         return [self._built.pop(job.label) for job in jobs]
 
     def _task(self, job: Job) -> Task[..., Any]:
-        name = job.stage.name
-        if name in self._tasks:
-            return self._tasks[name]
+        """The task of the job's stage, with the retries of the recipe in force: a run may change its restarts."""
+        name, restarts = job.stage.name, job.context.recipe.launcher.restarts
+        if (name, restarts) in self._tasks:
+            return self._tasks[name, restarts]
 
         def run_stage(label: str, inputs: dict[str, str]) -> State[Any]:
             ids = PrefectIds(flow_run=flow_run.get_id() or "", task_run=task_run.get_id() or "")
             self._built[label] = built = self._jobs[label].run(ids)
             return final_state(built)
 
-        restarts = job.context.recipe.launcher.restarts
-        self._tasks[name] = Task(
+        self._tasks[name, restarts] = Task(
             run_stage,
             name=name,
             task_run_name="{label}",  # no tags: each would cost a request for its concurrency limit, up to 2 s
@@ -75,7 +75,7 @@ class StageTasks:
             retry_condition_fn=worth_retrying,
             persist_result=False,
         )
-        return self._tasks[name]
+        return self._tasks[name, restarts]
 
 
 def _paths(job: Job) -> dict[str, str]:

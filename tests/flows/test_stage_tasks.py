@@ -47,9 +47,10 @@ class NothingToDo(Job):
         return Built(self.label, manifest, ref, False)
 
 
-def job(stage: str, iteration: int) -> NothingToDo:
+def job(stage: str, iteration: int, restarts: int = 3) -> NothingToDo:
     never: Any = Output
-    context: Any = SimpleNamespace(recipe=SimpleNamespace(launcher=Launcher()), iteration=iteration)
+    recipe = SimpleNamespace(launcher=Launcher(restarts=restarts))
+    context: Any = SimpleNamespace(recipe=recipe, iteration=iteration)
     return NothingToDo(Stage(stage, Kind.PURE, 1, never, ()), context, {})
 
 
@@ -78,6 +79,12 @@ def test_a_flow_run_keeps_nothing_of_iterations_that_are_over(api: str) -> None:
     ]
     kept = [(jobs, of_prefect) for _, jobs, of_prefect in found]
     assert kept[0][0] <= 3 and kept == [kept[0]] * ITERATIONS
+
+
+def test_the_number_of_retries_is_that_of_the_iterations_recipe() -> None:
+    """`arealflow set` may change `launcher.restarts` during a run."""
+    tasks = StageTasks(lambda: None)
+    assert [tasks._task(job("train", k, restarts)).retries for k, restarts in enumerate((3, 20, 1))] == [4, 21, 3]
 
 
 @pytest.mark.parametrize(
