@@ -105,6 +105,7 @@ def _run_requested(order: Mapping[str, Any], descriptors: Sequence[int]) -> NoRe
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run that a shell began with `&` ignores it
         if order["session"]:
             os.setsid()
         _move_descriptors(descriptors, order["descriptors"])
