@@ -32,7 +32,7 @@ class StageTasks:
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
         logging.getLogger("prefect.task_runs").setLevel(logging.WARNING)  # below that it only repeats the states
-        self._tasks: dict[tuple[str, int], Task[..., Any]] = {}  # Prefect keeps the functions of tasks
+        self._tasks: dict[tuple[str, int], Task[..., Any]] = {}  # few: Prefect keeps each one's function
         self._jobs: dict[str, Job] = {}
         self._built: dict[str, Built] = {}
 

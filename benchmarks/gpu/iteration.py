@@ -29,7 +29,7 @@ from benchmarks.gpu.product import committed, deploy_run, follow, show_failure, 
 from benchmarks.gpu.prompts import make_prompts
 from benchmarks.gpu.raw_rounds import read_rounds
 from benchmarks.gpu.results import Record, add_results_option, device_name, load, measure, record
-from benchmarks.gpu.run_times import Cadence, Row, beside_raw, iteration_rows, summary
+from benchmarks.gpu.run_times import Cadence, Row, beside_raw, iteration_rows, summary, without_end
 from benchmarks.gpu.settings import concurrency_of, recipe_of_shape, samples_of, step_length, words_of
 from benchmarks.gpu.sglang_load import cache_of
 from benchmarks.gpu.shapes import SHAPES, make_shape
@@ -116,8 +116,9 @@ def run_product(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"the flow run ended {ended or 'not'} before its first iteration was committed")
     table = iteration_rows(store, name, read_rounds(raw_file(arguments)) if arguments.raw_rounds else ())
     write_csv(arguments.results.parent / f"{name}-iterations.csv", table)
-    warm = min(WARM, len(table) - 1)
-    found = {key: _rounded(value) for key, value in summary(table, warm, cadence()).items()}
+    counted = without_end(table)
+    warm = min(WARM, len(counted) - 1)
+    found = {key: _rounded(value) for key, value in summary(counted, warm, cadence()).items()}
     record(
         arguments.results,
         "our_iteration",
@@ -132,7 +133,7 @@ def run_product(arguments: argparse.Namespace) -> None:
         **cache_of(*(home / "logs" / name).glob("inference-*.log")),
         seconds_in_all=round(time.monotonic() - started, 1),
     )
-    if among := beside_raw(table, warm):
+    if among := beside_raw(counted, warm):
         size = {"shape": arguments.shape, "run": name, "new_tokens": recipe.rollout.max_new_tokens}
         record(arguments.results, "raw_sglang", alternating=True, **size, **among)
 

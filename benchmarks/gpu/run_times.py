@@ -163,13 +163,17 @@ def _share(table: Sequence[Row], flag: str) -> float:
     return sum(bool(row.get(flag)) for row in table) / len(table)
 
 
-def steady_rows(table: Sequence[Row], warm: int) -> list[Row]:
-    """The iterations after the first `warm` of each start, where services and compilers still warm up.
+def without_end(table: Sequence[Row]) -> Sequence[Row]:
+    """The iterations whose times count: not a last one that makes a checkpoint, for which the end of a run waits.
 
-    Without the last one if it makes a checkpoint: the end of a run waits until that one is written.
+    A run of one iteration keeps it.
     """
-    ended = [row for row in table[-1:] if row["checkpoint"]]
-    found = [row for row in table if row["age"] >= warm and not row["resumed"] and row not in ended]
+    return table[:-1] if len(table) > 1 and table[-1]["checkpoint"] else table
+
+
+def steady_rows(table: Sequence[Row], warm: int) -> list[Row]:
+    """The iterations after the first `warm` of each start, where services and compilers still warm up."""
+    found = [row for row in table if row["age"] >= warm and not row["resumed"]]
     if not found:
         raise SystemExit(f"the run has {len(table)} iterations; more than {warm} after a start are needed")
     return found

@@ -23,7 +23,7 @@ from benchmarks.gpu.mcnemar import compare, exact_p
 from benchmarks.gpu.packed_model import VARLEN, packed_inputs, random_policy
 from benchmarks.gpu.report import Figure, Results, bare_seconds, figures, markdown
 from benchmarks.gpu.results import load, record, run_limited
-from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, split, steady_rows, summary
+from benchmarks.gpu.run_times import Cadence, at_cadence, beside_raw, join, split, steady_rows, summary, without_end
 from benchmarks.gpu.servers import Answer, Load
 from benchmarks.gpu.settings import OF_SHAPE, concurrency_of, recipe_of_shape, samples_of
 from benchmarks.gpu.sglang_load import cache_of
@@ -195,8 +195,8 @@ def test_a_raw_round_within_a_rollout_is_no_time_of_the_runs() -> None:
 
 
 def test_raw_rounds_are_compared_with_the_rollout_they_belong_to() -> None:
-    rows = join(tables(5), raw_rows(5))
-    for row, seconds in zip(rows, (9.9, 4.0, 5.0, 8.0, 9.9), strict=True):
+    rows = join(tables(), raw_rows())
+    for row, seconds in zip(rows, (9.9, 4.0, 5.0, 8.0), strict=True):
         row["stage_rollout"] = seconds
     found = beside_raw(rows, 1)
     assert found["tokens_per_second"] == 80.0 and found["requests"] == 4 and len(found["rounds"]) == 3
@@ -205,12 +205,9 @@ def test_raw_rounds_are_compared_with_the_rollout_they_belong_to() -> None:
     assert beside_raw(join(tables()), 1) == beside_raw(rows, 3) == {}
 
 
-def test_a_summary_leaves_out_the_first_iterations_and_the_end_that_waits_for_a_checkpoint() -> None:
-    given = tables(5)
-    given["commits"][2]["checkpoint_version"] = 3
-    rows = join(given)
+def test_a_summary_leaves_the_first_iterations_out() -> None:
+    rows = join(tables())
     rows[0] |= {"wall": 100.0, "generation": 90.0}
-    rows[-1]["wall"] += 7.0
     found = summary(rows, 1, Cadence(1, 9.0))
     assert found["iterations"] == 3 and found["wall_seconds"] == pytest.approx(10.0)
     assert found["rollout_tokens_per_second"] == pytest.approx(400 / 6.2)
@@ -270,8 +267,14 @@ def test_what_a_restart_took_is_no_iterations_time() -> None:
     rows = join(given)
     assert [row["wall"] for row in rows] == pytest.approx([10.0] * 6)
     assert [row["age"] for row in rows] == [0, 1, 2, 0, 1, 2]
-    assert [row["iteration"] for row in steady_rows(rows, 1)] == [1, 2, 4]
-    assert [row["iteration"] for row in steady_rows(rows, 0)] == [0, 1, 2, 4]
+    assert [row["iteration"] for row in steady_rows(rows, 1)] == [1, 2, 4, 5]
+    assert [row["iteration"] for row in steady_rows(rows, 0)] == [0, 1, 2, 4, 5]
+
+
+def test_the_end_of_a_run_that_waits_for_its_checkpoint_is_no_iterations_time() -> None:
+    rows = join(tables(5))
+    assert [row["iteration"] for row in without_end(rows)] == [0, 1, 2, 3]
+    assert without_end(rows[:4]) == rows[:4] and without_end(rows[4:]) == rows[4:]
 
 
 def test_too_short_a_run_is_said_to_be_so() -> None:
@@ -287,7 +290,7 @@ def row(what: str, shape: str = "1.5b", **values: Any) -> dict[str, Any]:
 
 
 def our_run(**changes: Any) -> dict[str, Any]:
-    found = summary(join(tables(5)), 1, Cadence(1, 9.0))
+    found = summary(join(tables()), 1, Cadence(1, 9.0))
     named = {"run": "r", "flow_run": "f", "groups": 2, "group_size": 2, "new_tokens": 100}
     how = {"minibatches": 1, "kl": "none", "store": "file:///dev/shm/store"}
     return row("our_iteration", **(found | named | how | changes))
