@@ -15,9 +15,8 @@ export COLUMNS=160 # Prefect would fold lines
 
 started=$(mktemp)
 arealflow up | tee "$started"
-api=$(grep '^export PREFECT_API_URL=' "$started" || true) # unless prefect.toml names it
+eval "$(grep '^export PREFECT_API_URL=' "$started")"
 rm "$started"
-eval "$api"
 
 echo "run $run: first supervised fine-tuning ($run-sft), which takes half a minute, then GRPO"
 prefect deployment run rlhf/quickstart --watch --param "run=$run" --param "overrides=${store:+store.url='$store'} $*" |

@@ -13,6 +13,14 @@ def home() -> Path:
     return Path(os.environ.get("AREALFLOW_HOME", ".arealflow")).resolve()
 
 
+def prefect_home() -> Path:
+    """Folder of Prefect's database and of the login of our server, which no other user can read. Creates it."""
+    folder = home() / "prefect"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
 def last_lines(log: Path) -> str:
     """The end of a log, for the message that reports a failure."""
     return f"last lines of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])

@@ -3,7 +3,7 @@
 Prefect would start a server itself, but only after its import, and would leave it running if this process is killed.
 Here the listening socket exists before the server process (`python -m flows.server FD`) starts, so that requests wait
 until the server is ready. It serves only the API: no UI, no schedules, no work pools, and no registration of Prefect's
-block types. It ends with the process that started it (`lifeline`).
+block types. It ends with the process that started it (`lifeline`), which alone has its login.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import httpx
 from areal_tasks.engines.lifeline import LIFELINE, watch_lifeline
 from areal_tasks.engines.ports import listen
 from areal_tasks.garbage import importing
-from flows.home import home, last_lines
+from flows.home import last_lines, logs_folder, prefect_home
 from schemas.errors import UserError
 
 STOP_SECONDS: Final = 5.0
@@ -41,15 +42,36 @@ TEMPORARY_SETTINGS: Final = {
 }
 
 
+def new_login() -> str:
+    """A login for a Prefect server, `user:password`, that nobody can guess."""
+    return f"arealflow:{secrets.token_urlsafe(24)}"
+
+
+def server_settings(api_url: str, login: str) -> dict[str, str]:
+    """The environment of a Prefect server at this address, whose API and websockets ask for the login.
+
+    Prefect takes it from a header that no browser sends by itself (and from a message in a websocket), so that a page
+    of another origin, or one whose host name has come to mean this machine, can do nothing. Nor can it read what needs
+    no login: only the server's own UI, which asks 127.0.0.1 if it was opened as localhost, is allowed to.
+    """
+    ui = api_url.removesuffix("/api")
+    return {
+        **SERVER_SETTINGS,
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"{ui},{ui.replace('127.0.0.1', 'localhost')}",
+    }
+
+
 class TemporaryServer:
     """A Prefect server on the database of `<home>/prefect`, so that `arealflow up` shows its flow runs later."""
 
     def __init__(self) -> None:
-        self.log = home() / "logs" / "temporary-server.log"
+        self.log = logs_folder() / "temporary-server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._write_end = os.pipe()  # the server ends when this process closes the write end or ends
+        self.login = new_login()
         own = {
-            "PREFECT_HOME": str(home() / "prefect"),
+            "PREFECT_HOME": str(prefect_home()),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             LIFELINE: str(read_end),
         }
@@ -58,7 +80,7 @@ class TemporaryServer:
             self.api_url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.server", str(listener.fileno())],
-                env=inherited | SERVER_SETTINGS | TEMPORARY_SETTINGS | own,
+                env=inherited | server_settings(self.api_url, self.login) | TEMPORARY_SETTINGS | own,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

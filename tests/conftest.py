@@ -24,6 +24,7 @@ from servers import Up, arealflow_up, prefect_server, shared_s3_server, while_ne
 from waiting import LIMIT
 
 from areal_tasks.store.backend import Store, open_store
+from flows.cli.processes import LOGIN
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -73,6 +74,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _warm_services() -> None:
     """Services that import torch are forked from a process that has done so."""
     warm_processes.install()
+
+
+@pytest.fixture(autouse=True)
+def _own_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test whose commands log in to a server leaves no login to the next."""
+    monkeypatch.setenv(LOGIN, os.environ.get(LOGIN, ""))
 
 
 @pytest.fixture(scope="module")

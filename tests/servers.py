@@ -45,17 +45,18 @@ def while_needed(name: str, server: AbstractContextManager[T]) -> Iterator[T]:
 @contextmanager
 def prefect_server(home_folder: Path) -> Iterator[str]:
     """The URL of a server's API. Sets AREALFLOW_HOME and Prefect's settings during the block."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings  # not for tests that need no server
+    from prefect.settings import PREFECT_HOME, temporary_settings  # not for tests that need no server
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AREALFLOW_HOME", str(home_folder))
         patch.setattr(processes, "START_SECONDS", LIMIT)
-        (home() / "prefect").mkdir()
+        patch.setenv(processes.LOGIN, "")  # so that what `start_server` makes of it is undone in the end
         try:
             url = machine.start_server(probe_port())
             patch.setenv("PREFECT_API_URL", url)
             patch.setenv("PREFECT_HOME", str(home() / "prefect"))
-            with temporary_settings({PREFECT_API_URL: url, PREFECT_HOME: home() / "prefect"}):
+            settings = processes.client_settings(url, os.environ[processes.LOGIN])
+            with temporary_settings({**settings, PREFECT_HOME: home() / "prefect"}):
                 yield url
         finally:
             processes.end(processes.parts("server"))
@@ -78,17 +79,32 @@ class Up:
         environment = self.environment | variables
         return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
+    @property
+    def login(self) -> str:
+        return (Path(self.environment["AREALFLOW_HOME"]) / "prefect" / "login").read_text()
+
+    @contextmanager
+    def logged_in(self) -> Iterator[None]:
+        """Inside, requests of this process show the login."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(processes.LOGIN, self.login)
+            yield
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        with self.logged_in():
+            return ask(method, f"{self.api}/{path}", body).raise_for_status()
+
     def get(self, path: str) -> Any:
-        return ask("GET", f"{self.api}/{path}").raise_for_status().json()
+        return self.ask("GET", path).json()
 
     def post(self, path: str, **body: Any) -> Any:
-        return ask("POST", f"{self.api}/{path}", body).raise_for_status().json()
+        return self.ask("POST", path, body).json()
 
     def fork_flows(self, name: str) -> str:
         """The ID of the deployment of that name, whose flow processes are forked from now on."""
         found = str(self.get(f"deployments/name/{name}")["id"])
         command = shlex.join([*warm_processes.FORKED, "prefect.engine"])
-        ask("PATCH", f"{self.api}/deployments/{found}", {"job_variables": {"command": command}}).raise_for_status()
+        self.ask("PATCH", f"deployments/{found}", {"job_variables": {"command": command}})
         return found
 
     @property

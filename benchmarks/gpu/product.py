@@ -19,8 +19,9 @@ import httpx
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.paths import iteration_commit
 from areal_tasks.store.query import run_sql
+from flows.cli.automations import ask
 from flows.cli.machine import start
-from flows.cli.processes import environment, running
+from flows.cli.processes import environment, named_server
 from flows.cli.projects import prefect
 
 ENDED: Final = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
@@ -61,7 +62,7 @@ def create(api_url: str, deployment: str, run: str, overrides: str) -> str:
 def state(api_url: str, flow_run: str) -> str:
     """The flow run's state; empty while the server does not answer."""
     with contextlib.suppress(httpx.TransportError):
-        answer = httpx.get(f"{api_url}/flow_runs/{flow_run}", timeout=30).raise_for_status()
+        answer = ask("GET", f"{api_url}/flow_runs/{flow_run}").raise_for_status()
         return str(answer.json()["state_type"])
     return ""
 
@@ -116,7 +117,7 @@ def write_json(file: Path, value: object) -> None:
 def main() -> None:
     """`python -m benchmarks.gpu.product DEPLOYMENT RUN "OVERRIDES"`: run it on a machine that is up, to its end."""
     deployment, run, overrides = sys.argv[1:]
-    api_url = running()
+    api_url = named_server()
     if not api_url:
         raise SystemExit("nothing is running: arealflow up")
     flow_run = create(api_url, deployment, run, overrides)

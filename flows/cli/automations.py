@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from areal_tasks.launchers.gpus import visible_gpus
-from flows.cli.processes import CREDENTIALS, POOL, REFUSED, asking, needed_server
+from flows.cli.processes import CREDENTIALS, LOGIN, POOL, REFUSED, asking, needed_server
 from schemas.errors import UserError
 
 RECOVERY = "arealflow-recovery"
@@ -79,7 +79,7 @@ def find(api_url: str, name: str) -> dict[str, Any] | None:
 def ask(method: str, url: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT_SECONDS) -> httpx.Response:
     """The server's response; retried on 503, with which Prefect reports a busy database before it writes anything."""
     headers = {}  # as Prefect's client sends them, for the credentials in this environment
-    if user_and_password := os.environ.get("PREFECT_API_AUTH_STRING"):
+    if user_and_password := os.environ.get(LOGIN):
         headers["Authorization"] = f"Basic {b64encode(user_and_password.encode()).decode()}"
     elif key := os.environ.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"

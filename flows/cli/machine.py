@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,6 +52,10 @@ def up(
     api_url = start(port, recipes or [])
     print_commands(names, api_url)
     typer.echo(f"Prefect UI: {api_url.removesuffix('/api')}")
+    is_ = (
+        f": {os.environ[processes.LOGIN]}" if sys.stdout.isatty() else f" is in {processes.login_file()}"
+    )  # no log has it
+    typer.echo(f"its password{is_}")
 
 
 def down() -> None:
@@ -59,6 +65,7 @@ def down() -> None:
             typer.echo("nothing is running")
             return
         if api_url := running():  # flow runs end as cancelled through the worker, not as crashed
+            processes.log_in()
             seconds = CANCEL_SECONDS if parts("worker", "keeper") else 0.0  # 0: no process ends them
             try:
                 stop_flow_runs(api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
@@ -72,8 +79,9 @@ def down() -> None:
 def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> str:
     """Start server and keeper, which starts the worker, keeping those that run; deploy recipes. Returns the API URL."""
     with _lock():
-        api_url = running()
-        if not api_url:
+        if api_url := running():
+            processes.log_in()
+        else:
             _end_all()  # a worker or flow processes may have outlived keeper and server
             api_url = start_server(port)
         if not answers(api_url):
@@ -92,6 +100,7 @@ def start_server(port: int) -> str:
     port = free_port(port)
     api_url = f"http://127.0.0.1:{port}/api"
     typer.echo(f"starting the Prefect server on port {port}")
+    processes.make_login()
     server = spawn("server", server_command(api_url), api_url)
     if answers(api_url, server):
         return api_url

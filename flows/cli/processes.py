@@ -12,20 +12,23 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import httpx
 import psutil
 
 from areal_tasks.processes import alive
 from areal_tasks.store.backend import store_url
-from flows.home import home
-from flows.server import SERVER_SETTINGS
+from flows.home import home, prefect_home
+from flows.server import new_login, server_settings
 from schemas.errors import UserError
 
 #: Environment variable of each server, worker and keeper that says which it is.
 PART: Final = "AREALFLOW_PART"
 FLOW_RUN: Final = "PREFECT__FLOW_RUN_ID"
+#: Environment variable with `user:password`, which Prefect's client and `automations.ask` show the server.
+LOGIN: Final = "PREFECT_API_AUTH_STRING"
 POOL: Final = "arealflow"
 START_SECONDS = 120.0  # within which a Prefect server answers
 REFUSED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
@@ -34,7 +37,7 @@ READ: Final = re.compile(
     "AREAL|AWS_|CUDA_VISIBLE_DEVICES|FSSPEC_|GLOO_|HF_|NCCL_|PREFECT_|PYTHONPATH|PYTORCH_|RAY_|SGLANG_|SSL_CERT_FILE|"
     "TORCHINDUCTOR_|XDG_CACHE_HOME"
 )
-CREDENTIALS: Final = "check PREFECT_API_KEY or PREFECT_API_AUTH_STRING"
+CREDENTIALS: Final = f"check PREFECT_API_KEY or {LOGIN}"
 
 
 def parts(*names: str) -> list[psutil.Process]:
@@ -76,15 +79,43 @@ def end(processes: Collection[psutil.Process], grace_seconds: float = 15.0) -> N
 
 def running() -> str:
     """The URL of the API that `up` provides; empty if neither its server runs nor a keeper, which restarts it."""
+    return _server_variable("PREFECT_API_URL")
+
+
+def _server_variable(name: str) -> str:
+    """A variable of the environment that `up` gave its server and keeper; empty if neither runs."""
     for process in parts("keeper", "server"):
         with suppress(psutil.Error, OSError):
-            return process.environ()["PREFECT_API_URL"]
+            return process.environ().get(name, "")
     return ""
 
 
+def log_in(login: str = "") -> None:
+    """Show this login, by default that of `up`'s running server, with each request of this process and its children."""
+    os.environ[LOGIN] = login or _server_variable(LOGIN)
+
+
+def login_file() -> Path:
+    """The file from which the user's shells take the login of `up`'s server."""
+    return home() / "prefect" / "login"
+
+
+def make_login() -> None:
+    """Log in with a new login, for a server that is to be started. It replaces the one in `login_file`."""
+    log_in(new_login())
+    file = prefect_home() / login_file().name
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)
+    file.write_text(os.environ[LOGIN])
+
+
 def named_server() -> str:
-    """The API URL in PREFECT_API_URL, else that of `up`'s server; empty without either."""
-    return os.environ.get("PREFECT_API_URL") or running()
+    """The API URL in PREFECT_API_URL, else that of `up`'s server; empty without either. Logs in if it is `up`'s."""
+    own = running()
+    named = os.environ.get("PREFECT_API_URL") or own
+    if own and named == own:
+        log_in()
+    return named
 
 
 def needed_server() -> str:
@@ -97,13 +128,20 @@ def needed_server() -> str:
 @contextmanager
 def asking(api_url: str) -> Iterator[None]:
     """Inside, Prefect's client asks the server at this address; what fails there is raised as a UserError."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings  # here: Prefect takes a second to import
+    from prefect.settings import temporary_settings  # here: Prefect takes a second to import
 
     try:
-        with temporary_settings({PREFECT_API_URL: api_url}):
+        with temporary_settings(client_settings(api_url, os.environ.get(LOGIN, ""))):
             yield
     except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # Prefect's client raises a RuntimeError as well
         raise UserError(why(api_url, error)) from error
+
+
+def client_settings(api_url: str, login: str) -> dict[Any, Any]:
+    """Settings for Prefect's client of this server; without a login, the user's own credentials stay."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+
+    return {PREFECT_API_URL: api_url, **({PREFECT_API_AUTH_STRING: login} if login else {})}
 
 
 def why(api_url: str, error: Exception) -> str:
@@ -138,7 +176,7 @@ def python(module: str) -> list[str]:
 
 
 def environment(api_url: str) -> dict[str, str]:
-    """The environment of processes that use our Prefect server: its API URL, and our folders."""
+    """The environment of our Prefect server and of processes that use it: its address, login and our folders."""
     store = {"AREALFLOW_STORE": store_url(named)} if (named := os.environ.get("AREALFLOW_STORE")) else {}
     return {
         **os.environ,
@@ -146,7 +184,7 @@ def environment(api_url: str) -> dict[str, str]:
         "AREALFLOW_HOME": str(home()),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home() / "prefect"),
-        **SERVER_SETTINGS,
+        **server_settings(api_url, os.environ.get(LOGIN, "")),
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PYTHONUNBUFFERED": "1",
     }

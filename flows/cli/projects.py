@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from arealflow.packages import note
-from flows.cli.processes import POOL, environment, needed_server, python
+from flows.cli.processes import LOGIN, POOL, environment, login_file, needed_server, python, running
 from schemas.errors import UserError
 from schemas.recipe.load import list_recipes, load_recipe
 
@@ -76,22 +75,11 @@ def deploy(recipes: Recipes) -> None:
 
 
 def print_commands(names: Sequence[str], api_url: str) -> None:
-    """Print the commands, in order, that run these deployments from this shell and folder."""
-    if api_url_of_prefect() != api_url:
-        typer.echo(f"export PREFECT_API_URL={api_url}")
+    """Print the commands, in order, that run these deployments; first the one that gives a shell our server's login."""
+    if api_url == running():  # a server of the user's is named in the environment already
+        typer.echo(f'export PREFECT_API_URL={api_url} {LOGIN}="$(cat {shlex.quote(str(login_file()))})"')
     for name in names:
         typer.echo(f"prefect deployment run {name}")
-
-
-def api_url_of_prefect() -> str:
-    """The server that the environment or prefect.toml gives the `prefect` command here; empty if neither does."""
-    if named := os.environ.get("PREFECT_API_URL"):
-        return named
-    try:
-        settings = tomllib.loads(Path("prefect.toml").read_text(encoding="utf-8"))
-    except (FileNotFoundError, tomllib.TOMLDecodeError):
-        return ""
-    return str(settings.get("api", {}).get("url", ""))
 
 
 def deployment_names(recipes: Sequence[str]) -> list[str]:

@@ -61,7 +61,7 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
         for module in imports:
             import_module(module)
         import_module("flows.startup").mark("imports")
-    with prefect_settings(api_url, server is not None):
+    with prefect_settings(api_url, server):
         if server is not None:
             server.wait(processes.START_SECONDS)
         from prefect.exceptions import PrefectHTTPStatusError
@@ -83,12 +83,13 @@ def check_server(api_url: str) -> None:
         raise UserError(f"no Prefect server answers at {api_url}: {error or type(error).__name__}. {remedy}") from error
 
 
-def prefect_settings(api_url: str, temporary: bool) -> AbstractContextManager[Any]:
+def prefect_settings(api_url: str, temporary: TemporaryServer | None) -> AbstractContextManager[Any]:
     """Prefect's settings for a flow recorded by the server at `api_url`; a temporary server has no UI."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
+    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL, temporary_settings
 
+    login = temporary.login if temporary else os.environ.get(processes.LOGIN, "")
     own = {PREFECT_HOME: home() / "prefect", PREFECT_UI_URL: ""} if temporary else {}
-    return temporary_settings({PREFECT_API_URL: api_url, **own})
+    return temporary_settings({**processes.client_settings(api_url, login), **own})
 
 
 def run(

@@ -98,9 +98,7 @@ class Scene:
     def state(self, flow_run: str) -> str:
         """The flow run's state; empty while the server is away."""
         with contextlib.suppress(httpx.HTTPError):
-            return str(
-                httpx.get(f"{self.api_url}/flow_runs/{flow_run}", timeout=10).raise_for_status().json()["state_name"]
-            )
+            return str(ask("GET", f"{self.api_url}/flow_runs/{flow_run}").raise_for_status().json()["state_name"])
         return ""
 
     def committed(self, run: str, after: int) -> int:

@@ -64,7 +64,13 @@ def test_the_script_for_slurm_is_one(tmp_path: Path) -> None:
 def test_what_the_containers_name_exists() -> None:
     folder = ROOT / "deployments" / "containers"
     compose = yaml.safe_load((folder / "compose.yaml").read_text())
-    assert (folder / compose["services"]["worker"]["build"]["context"] / "pyproject.toml").exists()
+    services = compose["services"]
+    assert (folder / services["worker"]["build"]["context"] / "pyproject.toml").exists()
+    login, server = "${PREFECT_API_AUTH_STRING:?}", services["prefect"]["environment"]
+    assert {services[name]["environment"]["PREFECT_API_AUTH_STRING"] for name in ("worker", "deploy")} == {login}
+    assert (
+        server["PREFECT_SERVER_API_AUTH_STRING"] == login and "*" not in server["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
+    )
     lines = (folder / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert len(copied) >= 8

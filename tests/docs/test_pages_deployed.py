@@ -86,6 +86,7 @@ def folder(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.delenv("PREFECT_API_URL", raising=False)
+        patch.setenv(processes.LOGIN, "")
         patch.setenv("AREALFLOW_HOME", str(place / "home"))
         patch.setenv("AREALFLOW_STORE", store_in(place).url)
         patch.setenv("AREALFLOW_ALERT_WEBHOOK", "http://127.0.0.1:1/alerts")
@@ -116,7 +117,7 @@ def write_project_file(place: Path) -> None:
 def flow_run(words: Sequence[str]) -> None:
     """Run a deployment by Prefect's command; its flow run is completed, which `--watch` waits for and says."""
     api = processes.running()
-    Up(api.removesuffix("/api"), {}).fork_flows(words[2])
+    Up(api.removesuffix("/api"), {"AREALFLOW_HOME": os.environ["AREALFLOW_HOME"]}).fork_flows(words[2])
     command = [str(Path(sys.executable).with_name("prefect")), *words]
     done = subprocess.run(command, env={**os.environ, "PREFECT_API_URL": api}, capture_output=True, text=True)
     assert done.returncode == 0 and "Completed" in done.stdout, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,6 +65,13 @@ def test_every_deployment_runs_in_this_folder(deployments: list[dict[str, Any]])
         assert [options["directory"] for options in step.values()] == [str(ROOT)]
 
 
+@pytest.fixture
+def logged_in(up: Up) -> Iterator[None]:
+    with up.logged_in():
+        yield
+
+
+@pytest.mark.usefixtures("logged_in")
 def test_the_server_refuses_a_run_whose_parameters_do_not_fit(up: Up, deployments: list[dict[str, Any]]) -> None:
     [one] = [d for d in deployments if d["entrypoint"] == "flows.rlhf.rlhf" and d["name"] == "quickstart"]
     recipe = {**one["parameters"]["recipe"], "rollout": {"groups": "many"}}
@@ -72,6 +80,7 @@ def test_the_server_refuses_a_run_whose_parameters_do_not_fit(up: Up, deployment
     assert answer.is_client_error and "many" in answer.text
 
 
+@pytest.mark.usefixtures("logged_in")
 @pytest.mark.parametrize(("gpus", "limit"), [("0,1", 1), ("", None)])
 def test_with_gpus_the_pool_runs_one_flow_run_at_a_time(
     up: Up, monkeypatch: pytest.MonkeyPatch, gpus: str, limit: int | None

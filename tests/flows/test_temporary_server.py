@@ -49,7 +49,8 @@ def test_its_tables_are_those_that_prefect_makes(fresh: TemporaryServer, api: st
 
 def test_it_has_not_noted_that_blocks_are_registered(fresh: TemporaryServer) -> None:
     assert {file.name.partition("-")[0] for file in database(fresh).parent.iterdir()} == {"prefect.db"}
-    found = httpx.post(f"{fresh.api_url}/block_types/filter", json={}, timeout=LIMIT).raise_for_status()
+    login = httpx.BasicAuth(*fresh.login.split(":"))
+    found = httpx.post(f"{fresh.api_url}/block_types/filter", json={}, auth=login, timeout=LIMIT).raise_for_status()
     assert found.json() == []
 
 

@@ -20,7 +20,7 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.query import run_sql
 from areal_tasks.store.runs import load_run
 from arealflow.packages import INSTALLED, PACKAGES
-from flows.cli import main
+from flows.cli import main, processes, projects
 from flows.cli.automations import ask, install
 from flows.cli.projects import FILES, deploy_all, deployment_names, filled, print_commands, project, recipe_name
 from flows.deploy import enter
@@ -207,32 +207,24 @@ def test_a_deployment_runs_in_the_folder_it_was_deployed_in(work: Path) -> None:
     assert step["flows.deploy.read_recipe"]["name"] == str(work / "mine.yaml")
 
 
-@pytest.mark.parametrize(
-    ("variable", "toml", "exported"),
-    [
-        ("", "", True),
-        ("http://here:1/api", "", False),
-        ("", '[api]\nurl = "http://here:1/api"', False),
-        ("", '[api]\nurl = "http://there:1/api"', True),
-        ("http://there:1/api", '[api]\nurl = "http://here:1/api"', True),
-        ("", "[server]", True),
-        ("", "no TOML", True),
-    ],
-)
-def test_the_server_is_named_before_the_command_that_needs_it_unless_prefect_finds_it(
-    variable: str,
-    toml: str,
-    exported: bool,
-    work: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_commands_begin_with_the_one_that_gives_a_shell_our_servers_address_and_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", variable)
-    if toml:
-        (work / "prefect.toml").write_text(toml)
-    print_commands(["rlhf/mine"], "http://here:1/api")
-    export = ["export PREFECT_API_URL=http://here:1/api"] if exported else []
-    assert capsys.readouterr().out.splitlines() == [*export, "prefect deployment run rlhf/mine"]
+    home, url, ours = tmp_path / "it's mine", "http://here:1/api", ""
+    monkeypatch.setenv("AREALFLOW_HOME", str(home))
+    monkeypatch.setenv(processes.LOGIN, "")
+    monkeypatch.setattr(projects, "running", lambda: ours)
+    print_commands(["rlhf/mine"], url)
+    assert capsys.readouterr().out.splitlines() == ["prefect deployment run rlhf/mine"], "a server that the user names"
+    processes.make_login()
+    login, ours = os.environ[processes.LOGIN], url
+    print_commands(["rlhf/mine"], url)
+    export, last = capsys.readouterr().out.splitlines()
+    assert last == "prefect deployment run rlhf/mine" and login not in export
+    values = subprocess.run(
+        ["sh", "-c", f"cd /; {export}; printenv PREFECT_API_URL {processes.LOGIN}"], capture_output=True, text=True
+    )
+    assert values.stdout.splitlines() == [url, login], values.stderr
 
 
 def test_the_commands_of_the_readme_are_in_an_order_that_works() -> None:

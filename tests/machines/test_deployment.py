@@ -22,11 +22,12 @@ OVERRIDES: Final = (f"launcher.network={NETWORK}.0/24", "rollout.workers=2", "sc
 
 
 def serve(cluster: Cluster, *automations: str) -> dict[str, str]:
-    """Prefect's server on CONTROL with a work pool, for which deployments may be made; the variable that names it."""
+    """Prefect's server on CONTROL with a work pool, for which deployments may be made; its address and login."""
     control = cluster.bed[CONTROL]
-    named = {"PREFECT_API_URL": f"http://{control.address}:4200/api"}
+    named = {"PREFECT_API_URL": f"http://{control.address}:4200/api", "PREFECT_API_AUTH_STRING": "me:login"}
     cluster.environment = cluster.environment | named
-    control.popen(["prefect", "server", "start", "--host", control.address], **SILENT)
+    asks = {"PREFECT_SERVER_API_AUTH_STRING": "me:login"}
+    control.popen(["prefect", "server", "start", "--host", control.address], named | asks, **SILENT)
     wait_until(lambda: control.run(["prefect", "work-pool", "ls"], named, check=False).returncode == 0, "the server")
     control.run(["prefect", "work-pool", "create", "arealflow", "--type", "process"], named)
     for name in automations:

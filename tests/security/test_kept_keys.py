@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_api import ask
 from s3_server import BUCKET, S3Server
 from stage_driver import tiny
 from store_listing import listed
@@ -196,26 +197,27 @@ def test_a_server_that_is_away_as_a_flow_run_begins_is_asked_again(api: str, mon
         for name in NEEDED:
             keys.setenv(name, "kept")
         assert arealflow("s3-keys") == 0
-    with redirecting(api) as port, temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}"}):
+    with forwarding(api) as port, temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}"}):
         assert load_s3_keys("s3://bucket/x")
 
 
 @contextmanager
-def redirecting(api: str) -> Iterator[int]:
-    """The port of a server that sends clients to the one that knows. It listens after more than a client waits."""
+def forwarding(api: str) -> Iterator[int]:
+    """The port of a server that asks the one that knows. It listens after more than a client waits."""
 
-    class Redirect(BaseHTTPRequestHandler):
+    class Forward(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(307)
-            self.send_header("Location", f"{api}{self.path}")
-            self.send_header("Content-Length", "0")
+            answer = ask("GET", f"{api}{self.path}")
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
             self.end_headers()
+            self.wfile.write(answer.content)
 
     def serve() -> None:
         server.server_activate()
         server.serve_forever()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Redirect, bind_and_activate=False) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forward, bind_and_activate=False) as server:
         server.server_bind()
         threading.Timer(3.0, serve).start()  # a client gives up after two
         try:

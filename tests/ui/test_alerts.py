@@ -122,7 +122,8 @@ def test_the_address_is_in_the_block_and_nowhere_else(up: Up, alerts: Webhook) -
 
 def test_again_changes_nothing_but_what_is_asked_for(up: Up, wrong: Webhook) -> None:
     before = {a["name"]: a["id"] for a in up.post("automations/filter")}
-    install_alerts(up.api, 45)
+    with up.logged_in():
+        install_alerts(up.api, 45)
     after = {a["name"]: a for a in up.post("automations/filter")}
     assert {name: a["id"] for name, a in after.items()} == before
     assert after["arealflow-stalled"]["trigger"]["within"] == 45 * 60
@@ -141,5 +142,6 @@ def test_a_stall_of_seconds_is_refused() -> None:
 
 
 def test_they_can_be_taken_off(up: Up, wrong: Webhook) -> None:
-    assert f"removed {len(NAMES)} alerts" in remove_alerts(up.api)
+    with up.logged_in():
+        assert f"removed {len(NAMES)} alerts" in remove_alerts(up.api)
     assert not {a["name"] for a in up.post("automations/filter")} & set(NAMES)

@@ -4,23 +4,72 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, TimeoutError, expect
 from servers import Up
 from waiting import LIMIT, wait_until
+from webhook import Webhook
 
 WIDTH, HEIGHT = 1440, 1000
 EDITED = {"Iterations": "1", "Steps": "2", "Batch Size": "8"}
 
 
 @pytest.fixture(scope="module")
-def page(browser: Browser) -> Page:
-    found = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+def page(browser: Browser, up: Up) -> Page:
+    """A page of the UI, which asks for the password that `up` tells, once."""
+    found = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
     found.set_default_timeout(1000 * LIMIT)
+    found.goto(up.url)
+    found.get_by_placeholder("admin:pass").fill(up.login)
+    found.get_by_role("button", name="Login").click()
+    found.wait_for_url(lambda url: "login" not in url)
     return found
+
+
+#: What a page tries: to read and to write as scripts do, to write as forms do, without asking first (with all that the
+#: browser has kept for the server), and to follow what happens in flow runs.
+ATTACK: Final = """async api => {
+    const tried = {}
+    const attempt = async (name, path, options) => {
+        try { tried[name] = (await fetch(api + path, options)).status } catch { tried[name] = "blocked" }
+    }
+    const json = {method: "POST", headers: {"Content-Type": "application/json"}, body: "{}"}
+    const form = body => ({method: "POST", credentials: "include", body: new Blob([body])})
+    await attempt("read the keys", "/block_documents/filter", {...json, body: '{"include_secrets": true}'})
+    await attempt("read variables", "/variables/filter", json)
+    await attempt("read settings", "/admin/settings", {credentials: "include"})
+    await attempt("write", "/variables/", {...json, body: '{"name": "attacked", "value": 1}'})
+    await attempt("write as a form", "/variables/", form('{"name": "attacked", "value": 1}'))
+    await attempt("write unseen", "/variables/", {...form('{"name": "attacked", "value": 1}'), mode: "no-cors"})
+    tried.follow = await new Promise(done => {
+        const socket = new WebSocket(api.replace("http", "ws") + "/events/out", "prefect")
+        socket.onopen = () => socket.send('{"type": "auth", "token": null}')
+        socket.onmessage = message => done(message.data)
+        socket.onclose = () => done("closed")
+    })
+    return tried
+}"""
+
+
+def test_another_page_of_the_same_browser_can_do_nothing(up: Up, page: Page, webhook: Webhook) -> None:
+    """One of another origin; then one whose host name has come to mean this machine, so that it is of the same one."""
+    port = up.url.rpartition(":")[2]
+    other = page.context.new_page()
+    for address in (webhook.url, f"http://attacker.localhost:{port}/api/health"):
+        other.goto(address)
+        rebound = address.endswith("health")
+        api = "/api" if rebound else up.api
+        tried = other.evaluate(ATTACK.replace("api.replace", "new URL(api, location).href.replace"), api)
+        unseen = {"write unseen": 401 if rebound else 0, "follow": "closed"}
+        assert tried == dict.fromkeys(tried, 401 if rebound else "blocked") | unseen
+    assert up.post("variables/filter") == []
+    other.close()
 
 
 def field(page: Page, label: str) -> Locator:
@@ -102,6 +151,19 @@ def test_a_task_run_leads_to_its_manifest(up: Up, flow_run: dict[str, Any], page
     task.get_by_text("Manifest of train 0").click()
     expect(task.get_by_role("heading", name="train 0 of run formed")).to_be_visible()
     assert json.loads(task.locator("pre").last.inner_text())["stage"] == "train"
+
+
+def test_no_other_file_of_this_machine_holds_the_login_and_no_other_user_reads_it(
+    up: Up, flow_run: dict[str, Any]
+) -> None:
+    home = Path(up.environment["AREALFLOW_HOME"])
+    assert len(up.login) > 40
+    assert [file for file in home.rglob("*") if file.is_file() and up.login.encode() in file.read_bytes()] == [
+        file := home / "prefect" / "login"
+    ]
+    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o600, 0o700)
+    commands = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or []]
+    assert commands and not [word for word in commands if up.login in word]
 
 
 def test_states_tell_what_was_built(up: Up, flow_run: dict[str, Any], page: Page) -> None:
