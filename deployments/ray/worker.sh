@@ -4,9 +4,8 @@
 #   RAY_ADDRESS=10.0.0.1:6379 PREFECT_API_URL=http://10.0.0.1:4200/api deployments/ray/worker.sh --node-ip-address=10.0.0.9
 #
 # Flows have this environment: set AREALFLOW_STORE=s3://… and the store's keys, too, and PREFECT_API_AUTH_STRING if the
-# server asks for a login. Arguments are further options of
-# `ray start`. Ray gives this machine's CPUs and GPUs to no service. If Ray or the worker ends, the other is ended as well:
-# have the service manager, or Kubernetes, start this again.
+# server asks for a login. Arguments are further options of `ray start`. Ray gives this machine's CPUs and GPUs to no
+# service. If Ray or the worker ends, the other is ended as well: have the service manager, or Kubernetes, start this again.
 set -euo pipefail
 set -m # the worker is in a group of its own: Ctrl-C reaches it once, as the SIGTERM below, and it ends in order
 

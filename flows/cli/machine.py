@@ -52,10 +52,8 @@ def up(
     api_url = start(port, recipes or [])
     print_commands(names, api_url)
     typer.echo(f"Prefect UI: {api_url.removesuffix('/api')}")
-    is_ = (
-        f": {os.environ[processes.LOGIN]}" if sys.stdout.isatty() else f" is in {processes.login_file()}"
-    )  # no log has it
-    typer.echo(f"its password{is_}")
+    # Where it may be a log, the output does not hold the password.
+    typer.echo(f"its password: {os.environ[processes.LOGIN] if sys.stdout.isatty() else processes.login_file()}")
 
 
 def down() -> None:

@@ -354,6 +354,22 @@ def test_a_taken_port_is_passed_over_and_said_so(capsys: pytest.CaptureFixture[s
     assert f"port {port} is taken; using {found}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_up_tells_a_terminal_the_password_and_a_log_the_file_that_holds_it(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AREALFLOW_HOME", str(tmp_path))
+    processes.make_login()
+    monkeypatch.setattr(machine, "start", lambda port, recipes: "http://127.0.0.1:4207/api")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    machine.up()
+    login, file = os.environ[processes.LOGIN], processes.login_file()
+    assert (
+        capsys.readouterr().out == f"Prefect UI: http://127.0.0.1:4207\nits password: {login if terminal else file}\n"
+    )
+    assert file.read_text() == login
+
+
 def test_all_ports_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(port: int) -> int:
         raise OSError(98, "Address already in use")

@@ -68,6 +68,15 @@ def test_down_ends_the_server_of_an_up_that_was_killed(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "nothing is running\n"
 
 
+def test_commands_log_in_to_the_server_of_up_and_use_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes.log_in("arealflow:its own")
+    started("server")
+    for named, login in (("", "arealflow:its own"), (URL, "arealflow:its own"), ("http://other:4200/api", "me:mine")):
+        monkeypatch.setenv("PREFECT_API_URL", named)
+        monkeypatch.setenv(processes.LOGIN, "me:mine")
+        assert (processes.named_server(), os.environ[processes.LOGIN]) == (named or URL, login)
+
+
 def test_up_ends_a_worker_whose_server_and_keeper_are_gone(sleeping: None) -> None:
     left = started("worker")
     assert machine.start() == URL
