@@ -8,10 +8,11 @@ on S3 alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, suppress
+from decimal import Decimal
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -65,11 +66,18 @@ class Session(AbstractContextManager["Session"]):
         Raises UserError: the query is no single SELECT, DuckDB refuses it (its message, and a list of the views), or a
         file of the store is damaged.
         """
+        return self._answer(query, lambda found: _exact(found, _NOT_IN_ARROW).to_arrow_table())
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        """As `sql`, as Python values that lose nothing: Arrow has no integers of 128 bits."""
+        return self._answer(query, _python_rows)
+
+    def _answer(self, query: str, take: Callable[[duckdb.DuckDBPyRelation], A]) -> A:
         check_statement(query)
         for run in self.runs:
             run.define(frozenset())
         self._drop_unused_joins(query)
-        return self.ask(lambda connection: connection.sql(query).to_arrow_table())
+        return self.ask(lambda connection: take(connection.sql(query)))
 
     def ask(self, work: Callable[[duckdb.DuckDBPyConnection], A]) -> A:
         """The result of `work`, the program's own queries; its error becomes the UserError that `sql` would raise.
@@ -119,17 +127,52 @@ def run_sql(store: Store, run: str, query: str) -> pa.Table:
 
 
 def check_statement(query: str) -> None:
-    """UserError unless DuckDB's own parser takes `query` for a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN."""
+    """UserError unless DuckDB's own parser takes `query` for a single SELECT, DESCRIBE or SUMMARIZE, or an EXPLAIN of
+    one: EXPLAIN ANALYZE executes what it explains."""
     try:
-        statements = duckdb.extract_statements(query)
-    except duckdb.Error as error:
+        query.encode()
+        types = [statement.type for statement in duckdb.extract_statements(query)]
+    except (duckdb.Error, UnicodeEncodeError) as error:
         raise UserError(str(error)) from error
-    allowed = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
-    if len(statements) != 1 or statements[0].type not in allowed:
+    if types == [duckdb.StatementType.EXPLAIN]:
+        types = _explained_types(query)
+    if types != [duckdb.StatementType.SELECT]:
         raise UserError(
             "This is not a query that a run can answer. "
             "Pass one query at a time: a single SELECT (or DESCRIBE, SUMMARIZE, EXPLAIN)."
         )
+
+
+def _explained_types(query: str) -> list[duckdb.StatementType]:
+    """The type of the statement that an EXPLAIN explains: the first one that begins at a word after EXPLAIN."""
+    text = query.encode()  # DuckDB counts bytes
+    starts = [start for start, kind in duckdb.tokenize(query) if kind != duckdb.token_type.comment]
+    for start in starts[1:]:
+        with suppress(duckdb.Error):
+            return [statement.type for statement in duckdb.extract_statements(text[start:].decode())]
+    return []
+
+
+#: Types whose values text keeps, and Arrow or Python's own types do not.
+_NOT_IN_ARROW: Final = ("INTERVAL", "UHUGEINT", "BIGNUM", "BIT")
+_NOT_IN_PYTHON: Final = ("INTERVAL", "TIMESTAMP_NS", "TIMESTAMPTZ_NS", "TIME_NS")
+
+
+def _exact(found: duckdb.DuckDBPyRelation, texts: Sequence[str]) -> duckdb.DuckDBPyRelation:
+    """The answer with its columns of the types `texts` as text."""
+    if set(texts).isdisjoint(map(str, found.types)):
+        return found
+    parts = []
+    for number, (name, kind) in enumerate(zip(found.columns, map(str, found.types), strict=True), 1):
+        quoted = name.replace('"', '""')
+        parts.append(f'#{number}{"::VARCHAR" if kind in texts else ""} AS "{quoted}"')
+    return found.project(", ".join(parts))
+
+
+def _python_rows(found: duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
+    whole = {name for name, kind in zip(found.columns, found.types, strict=True) if str(kind) == "BIGNUM"}  # as text
+    rows = (zip(found.columns, row, strict=True) for row in _exact(found, _NOT_IN_PYTHON).fetchall())
+    return [{name: Decimal(value) if value and name in whole else value for name, value in row} for row in rows]
 
 
 # ── the views of one run ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from areal_tasks.launchers.gpus import visible_gpus
+from flows.cli.output import echo
 from flows.cli.processes import CREDENTIALS, LOGIN, POOL, REFUSED, asking, needed_server
 from schemas.errors import UserError
 
@@ -110,7 +111,7 @@ def alerts(
     variable, the alerts are updated and the address stays.
     """
     with asking(api_url := needed_server()):
-        typer.echo(remove_alerts(api_url) if no_more else install_alerts(api_url, stalled_minutes))
+        echo(remove_alerts(api_url) if no_more else install_alerts(api_url, stalled_minutes))
 
 
 def install_alerts(api_url: str, stalled_minutes: float | None) -> str:

@@ -13,7 +13,7 @@ from areal_tasks.store.changes import last_change, request_change, requested_cha
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.record_tables import running_start
 from areal_tasks.store.runs import Run, load_run
-from flows.cli.output import AsJson, RunName, StoreUrl, show
+from flows.cli.output import AsJson, RunName, StoreUrl, echo, print_json, show
 from schemas.errors import UserError
 from schemas.manifest import Change
 from schemas.recipe.load import parse_recipe
@@ -37,7 +37,7 @@ def change(run: RunName, fields: Fields = None, store: StoreUrl = "", as_json: A
         raise UserError(f"{left}; resume it with a larger schedule.iterations")
     asked = request(loaded, fields)
     answer = {"run": run, "change": asked.n, "values": asked.values, "from_iteration": first, "running": running}
-    typer.echo(json.dumps(answer, indent=1) if as_json else outcome(run, asked, first, running))
+    print_json(answer) if as_json else echo(outcome(run, asked, first, running))
 
 
 def check_changeable(run: Run) -> None:
@@ -93,7 +93,7 @@ def show_live(run: Run, as_json: bool) -> None:
         for one in asked
     ]
     if as_json:
-        typer.echo(json.dumps({"run": run.name, "live": values, "changes": changes}, indent=1))
+        print_json({"run": run.name, "live": values, "changes": changes})
         return
     show([{"field": path, "value": json.dumps(value)} for path, value in values.items()], False, "may change")
     if changes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.history.diff import Difference, diff_runs
-from flows.cli.output import AsJson, RunName, StoreUrl, show_compared
+from flows.cli.output import AsJson, RunName, StoreUrl, echo, print_json, show_compared
 from schemas.errors import UserError
 
 
@@ -21,12 +20,12 @@ def diff(a: RunName, b: RunName, store: StoreUrl = "", as_json: AsJson = False) 
     if as_json:
         first = asdict(found.first) | {"cause": found.first.cause} if found.first else None
         values = asdict(found) | {"same": found.same, "first": first, "curves": list(found.curves.rows)}
-        typer.echo(json.dumps(values, default=str, indent=1))
+        print_json(values)
         return
     for line in summary(found):
-        typer.echo(line)
+        echo(line)
     if found.fields:
-        typer.echo()
+        echo()
         rows = [
             {
                 "field": change.field,
@@ -39,7 +38,7 @@ def diff(a: RunName, b: RunName, store: StoreUrl = "", as_json: AsJson = False) 
         ]
         show_compared("recipe", rows)
     if not found.same:
-        typer.echo()
+        echo()
         show_compared(found.curves.title, found.curves.rows)
 
 
@@ -87,7 +86,7 @@ def report(
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror}): name another file with --out.") from error
     size = target.stat().st_size / 1e6
-    typer.echo(f"{target}: {size:.2f} MB, {made.embedded} of {made.available} samples. Open it in any browser.")
+    echo(f"{target}: {size:.2f} MB, {made.embedded} of {made.available} samples. Open it in any browser.")
     for run in made.payload["runs"]:
         for line in (*([run["state"]] if not run["state"].startswith("Finished") else []), *run["problems"]):
-            typer.echo(f"{run['name']}: {line}")
+            echo(f"{run['name']}: {line}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from areal_tasks.store.history.audit import audit as check
 from areal_tasks.store.history.journal import read_log
 from areal_tasks.store.history.signing import CheckedSignature, sign, unsigned_lines, verify
 from areal_tasks.store.runs import check_name, load_run
-from flows.cli.output import AsJson, RunName, StoreUrl, show
+from flows.cli.output import AsJson, RunName, StoreUrl, echo, print_json, show
 from schemas.errors import UserError
 from schemas.manifest import LogRecord, Signature
 
@@ -45,11 +44,11 @@ def audit(
     if made is not None:
         signatures = [*(s for s in signatures if s.signature != made[0]), CheckedSignature(made[0], known=True)]
     if as_json:
-        typer.echo(json.dumps(_as_json(place, report, signatures), indent=1))
+        print_json(_as_json(place, report, signatures))
     else:
         _print(report, signatures, _coverage(place, report, signatures, made))
     if sign_with and not may_sign:
-        typer.echo("not signed: repair the run first, or delete the invalid signature", err=True)
+        echo("not signed: repair the run first, or delete the invalid signature", err=True)
     if not (report.sound and as_signed):
         raise typer.Exit(1)
 
@@ -94,29 +93,27 @@ def _as_json(store: Store, report: AuditReport, signatures: list[CheckedSignatur
 
 def _print(report: AuditReport, signatures: list[CheckedSignature], coverage: str) -> None:
     for defect in report.defects:
-        typer.echo(str(defect))
+        echo(str(defect))
     for removed in report.removed:
         made = removed.provenance
         by = f"{removed.user}@{made.host} on {made.committed[:19]}"
-        typer.echo(f"{removed.path}: files removed by {by} ({removed.reason}); no damage")
+        echo(f"{removed.path}: files removed by {by} ({removed.reason}); no damage")
     for found in signatures:
         if found.known or found.problem:
-            typer.echo(_verdict(found))
+            echo(_verdict(found))
     if coverage:
-        typer.echo(coverage)
+        echo(coverage)
     if report.unselected_files:
-        typer.echo(
+        echo(
             f"{report.unselected_files} files ({report.unselected_bytes:,} bytes) belong to no commit: "
             "unfinished or abandoned work, which arealflow gc removes"
         )
     if report.old_schema:
-        typer.echo("written by schema 1, which had no seals: run.json, owners and the last commit are only parsed")
+        echo("written by schema 1, which had no seals: run.json, owners and the last commit are only parsed")
     whole = "its files are sound, its signatures are not" if any(s.problem for s in signatures) else "sound"
     verdict = whole if report.sound else f"{len(report.defects)} files damaged"
-    typer.echo(
-        f"{report.run}: {verdict} · {report.iterations} iterations, {report.files} files, {report.bytes:,} bytes"
-    )
-    typer.echo(f"root {report.root or '(none: the chain has no end)'}")
+    echo(f"{report.run}: {verdict} · {report.iterations} iterations, {report.files} files, {report.bytes:,} bytes")
+    echo(f"root {report.root or '(none: the chain has no end)'}")
 
 
 def _verdict(found: CheckedSignature) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.csv
 import typer
@@ -19,7 +19,7 @@ from areal_tasks.store.query import Session, check_statement
 from areal_tasks.store.run_list import RunSummary, list_runs
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.waits import current_waits
-from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show
+from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, echo, json_text, show
 from flows.home import logs_folder
 from flows.pages import clock_text
 from schemas.errors import UserError
@@ -111,7 +111,7 @@ def runs(store: StoreUrl = "", as_json: AsJson = False) -> None:
     if root is not None and not root.exists():
         if store:
             raise UserError(f"there is no store at {place.url}: name another one")
-        typer.echo(f"there is no store at {place.url} yet: `arealflow run` creates one", err=True)
+        echo(f"there is no store at {place.url} yet: `arealflow run` creates one", err=True)
     found = list_runs(place)
     waits = parallel(lambda summary: _waits(place, summary), found)
     rows = map(run_object if as_json else run_row, found, waits)
@@ -123,7 +123,7 @@ def _waits(store: Store, summary: RunSummary) -> WaitsRecord | None:
     try:
         return None if summary.problem else current_waits(load_run(store, summary.name))
     except UserError as error:
-        typer.echo(f"what run {summary.name} waits for is not known: {error}", err=True)
+        echo(f"what run {summary.name} waits for is not known: {error}", err=True)
         return None
 
 
@@ -174,31 +174,33 @@ def sql(
     check_statement(statement)
     named = [name for name in map(str.strip, run.split(",")) if name]
     with Session(place, *(readable_runs(place) if every else named), several=every) as session:
+        if not as_csv:
+            show(session.rows(statement), as_json, vertical=True)
+            return
         result = session.sql(statement)
-    if as_csv:
-        pa.csv.write_csv(flat(result), pa.output_stream(sys.stdout.buffer))
+    show_csv(result)
+
+
+def show_csv(table: pa.Table) -> None:
+    """Print a table as CSV, its nested columns as JSON text; exactly, except to a terminal."""
+    content = pa.BufferOutputStream()
+    pa.csv.write_csv(flat(table), content)
+    if sys.stdout.isatty():
+        echo(content.getvalue().to_pybytes().decode().rstrip("\n"))
     else:
-        show(rows_of(result), as_json, vertical=True)
+        sys.stdout.buffer.write(content.getvalue())
 
 
-def rows_of(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a query's result, with maps as dicts of text keys."""
-    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
-    return [{name: _with_text_keys(value) for name, value in row.items()} for row in rows]
-
-
-def _with_text_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _with_text_keys(part) for key, part in value.items()}
-    return [_with_text_keys(part) for part in value] if isinstance(value, list) else value
+def csv_text(value: Any) -> str | None:
+    return value.hex() if isinstance(value, bytes) else None if value is None else json_text(value)
 
 
 def flat(table: pa.Table) -> pa.Table:
-    """The table with nested columns and intervals, which Arrow cannot write as CSV, as JSON text."""
+    """The table with nested columns, which Arrow cannot write as CSV, as JSON text, and bytes hexadecimal."""
     kinds = {field.name: field.type for field in table.schema}
-    for name in [name for name, kind in kinds.items() if pa.types.is_nested(kind) or pa.types.is_interval(kind)]:
-        rows = rows_of(table.select([name]))
-        texts = [None if row[name] is None else json.dumps(row[name], default=str) for row in rows]
+    for name in [name for name, kind in kinds.items() if pa.types.is_nested(kind) or pa.types.is_binary(kind)]:
+        rows = duckdb.from_arrow(table.select([name])).fetchall()  # has keys of any type, and dates beyond 9999
+        texts = [csv_text(value) for (value,) in rows]
         table = table.set_column(table.column_names.index(name), name, pa.array(texts, pa.string()))
     return table
 
@@ -208,7 +210,7 @@ def readable_runs(store: Store) -> list[str]:
     readable = []
     for summary in list_runs(store):
         if summary.problem:
-            typer.echo(f"left out: run {summary.name}: {summary.problem}", err=True)
+            echo(f"left out: run {summary.name}: {summary.problem}", err=True)
         else:
             readable.append(summary.name)
     if not readable:

@@ -20,6 +20,7 @@ from areal_tasks.engines.ports import probe_port
 from areal_tasks.processes import alive
 from flows.cli import automations, processes
 from flows.cli.keeper import server_command, since_file, stop_flow_runs
+from flows.cli.output import echo
 from flows.cli.processes import end, flow_processes, parts, python, running, spawn
 from flows.cli.projects import deploy_all, deployment_names, print_commands, warn_of_namesakes
 from flows.home import home, last_lines
@@ -51,16 +52,16 @@ def up(
     warn_of_namesakes()
     api_url = start(port, recipes or [])
     print_commands(names, api_url)
-    typer.echo(f"Prefect UI: {api_url.removesuffix('/api')}")
+    echo(f"Prefect UI: {api_url.removesuffix('/api')}")
     # Where it may be a log, the output does not hold the password.
-    typer.echo(f"its password: {os.environ[processes.LOGIN] if sys.stdout.isatty() else processes.login_file()}")
+    echo(f"its password: {os.environ[processes.LOGIN] if sys.stdout.isatty() else processes.login_file()}")
 
 
 def down() -> None:
     """Stop the worker, its flow runs, the keeper and the Prefect server. The store stays."""
     with _lock():
         if not parts("server", "worker", "keeper") and not flow_processes():
-            typer.echo("nothing is running")
+            echo("nothing is running")
             return
         if api_url := running():  # flow runs end as cancelled through the worker, not as crashed
             processes.log_in()
@@ -68,10 +69,10 @@ def down() -> None:
             try:
                 stop_flow_runs(api_url, "Stopped by `arealflow down`. Retry it to resume it.", seconds)
             except (httpx.HTTPError, ValueError, LookupError) as error:  # they end with the worker in any case
-                typer.echo(f"{processes.why(api_url, error)}. Its flow runs are not cancelled, but end with the worker")
+                echo(f"{processes.why(api_url, error)}. Its flow runs are not cancelled, but end with the worker")
         _end_all()
         since_file().unlink(missing_ok=True)  # the next `up` must not retry flow runs that crash from here on
-        typer.echo("stopped")
+        echo("stopped")
 
 
 def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> str:
@@ -88,7 +89,7 @@ def start(port: int = DEFAULT_PORT, recipes: Sequence[str] = ()) -> str:
         if not parts("keeper"):  # last: it and the worker keep this environment, also if the server has refused it
             spawn("keeper", python(KEEPER), api_url)
         if kept := processes.kept_variables(api_url):
-            typer.echo(f"note: {OTHER_ENVIRONMENT.format(', '.join(kept))}", err=True)
+            echo(f"note: {OTHER_ENVIRONMENT.format(', '.join(kept))}", err=True)
         deploy_all(recipes, api_url)
     return api_url
 
@@ -97,7 +98,7 @@ def start_server(port: int) -> str:
     """Start a Prefect server; its API URL once it answers. Uses the next port if another process takes this one."""
     port = free_port(port)
     api_url = f"http://127.0.0.1:{port}/api"
-    typer.echo(f"starting the Prefect server on port {port}")
+    echo(f"starting the Prefect server on port {port}")
     processes.make_login()
     server = spawn("server", server_command(api_url), api_url)
     if answers(api_url, server):
@@ -137,7 +138,7 @@ def free_port(first: int) -> int:
         except OSError:
             continue
         if port != first:
-            typer.echo(f"port {first} is taken; using {port}")
+            echo(f"port {first} is taken; using {port}")
         return port
     raise UserError(f"ports {first} to {first + 49} are all taken; name another with --port")
 
@@ -158,6 +159,6 @@ def _lock() -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            typer.echo("waiting for another `arealflow up` or `down` to end")
+            echo("waiting for another `arealflow up` or `down` to end")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from flows.cli.output import fit_streams, visible
 from schemas.errors import UserError
 
 #: Every command and its function, as `module:function`. Only the called command's module is imported.
@@ -71,8 +72,9 @@ def arealflow() -> None:
 
 def main() -> None:
     """Entry point."""
+    fit_streams()
     try:
         app()
     except UserError as error:
-        Console(stderr=True, highlight=False).print("[red]error:[/red]", Text(str(error)), soft_wrap=True)
+        Console(stderr=True, highlight=False).print("[red]error:[/red]", Text(visible(str(error))), soft_wrap=True)
         sys.exit(1)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from arealflow.packages import note
+from flows.cli.output import echo
 from flows.cli.processes import LOGIN, POOL, environment, login_file, needed_server, python, running
 from schemas.errors import UserError
 from schemas.recipe.load import list_recipes, load_recipe
@@ -32,9 +33,9 @@ def init(folder: Annotated[Path, typer.Argument(help="Folder to write to; create
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}. Name another folder") from error
     recipe = shlex.quote(str(folder / RECIPE))
-    typer.echo(f"wrote {', '.join(FILES)} in {folder}")
-    typer.echo(f"arealflow run {recipe}")
-    typer.echo(f"arealflow up {recipe}    # or as a deployment: prints the commands")
+    echo(f"wrote {', '.join(FILES)} in {folder}")
+    echo(f"arealflow run {recipe}")
+    echo(f"arealflow up {recipe}    # or as a deployment: prints the commands")
 
 
 def write(folder: Path) -> None:
@@ -77,9 +78,9 @@ def deploy(recipes: Recipes) -> None:
 def print_commands(names: Sequence[str], api_url: str) -> None:
     """Print the commands, in order, that run these deployments; first the one that gives a shell our server's login."""
     if api_url == running():  # a server of the user's is named in the environment already
-        typer.echo(f'export PREFECT_API_URL={api_url} {LOGIN}="$(cat {shlex.quote(str(login_file()))})"')
+        echo(f'export PREFECT_API_URL={api_url} {LOGIN}="$(cat {shlex.quote(str(login_file()))})"')
     for name in names:
-        typer.echo(f"prefect deployment run {name}")
+        echo(f"prefect deployment run {name}")
 
 
 def deployment_names(recipes: Sequence[str]) -> list[str]:
@@ -99,25 +100,25 @@ def is_file(recipe: str) -> bool:
 def warn_of_namesakes() -> None:
     """Print a note if packages in this folder have the names of arealflow's."""
     if text := note(Path.cwd()):
-        typer.echo(f"note: {text}", err=True)
+        echo(f"note: {text}", err=True)
 
 
 def deploy_all(recipes: Sequence[str], api_url: str) -> None:
     """Deploy the prefect.yaml of this folder, if there is one, and these recipes. UserError as `deploy_recipes`."""
     project_file = Path("prefect.yaml").exists()
     if project_file:
-        typer.echo("deploying prefect.yaml")
+        echo("deploying prefect.yaml")
         prefect(["--no-prompt", "deploy", "--all"], api_url)
     if recipes:
         deploy_recipes(recipes, api_url)
     elif not project_file:
-        typer.echo("nothing is deployed: there is no prefect.yaml here, and no recipe is named (arealflow deploy)")
+        echo("nothing is deployed: there is no prefect.yaml here, and no recipe is named (arealflow deploy)")
 
 
 def deploy_recipes(recipes: Sequence[str], api_url: str) -> None:
     """Deploy recipes, to run in the current folder. UserError as from `deployment_names`, or if Prefect fails."""
     names = deployment_names(recipes)
-    typer.echo(f"deploying {', '.join(names)}")
+    echo(f"deploying {', '.join(names)}")
     with TemporaryDirectory() as folder:  # in the current folder Prefect would search for our packages first
         (Path(folder) / "prefect.yaml").write_text(json.dumps(project(recipes, names)))  # JSON is YAML
         prefect(["--no-prompt", "deploy", "--all"], api_url, Path(folder))

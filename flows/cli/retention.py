@@ -28,7 +28,7 @@ from areal_tasks.store.weights import (
     protect_weights,
     tag_weights,
 )
-from flows.cli.output import AsJson, RunName, StoreUrl, show
+from flows.cli.output import AsJson, RunName, StoreUrl, echo, show
 from schemas.compaction import SCALAR_TABLES
 from schemas.errors import UserError
 
@@ -55,15 +55,15 @@ def weights(
         ref, into = find_weights(loaded, given[0]), Path(given[1])
         size = export_weights(place, ref, into)
         append_log(place, run, "exported", {"version": ref.version, "weights_attempt": ref.attempt, "bytes": size})
-        typer.echo(f"version {ref.version} of {run}: {size:,} bytes in {into}")
+        echo(f"version {ref.version} of {run}: {size:,} bytes in {into}")
     elif what == "compare":
         show(_compared(loaded, *given), as_json, f"{run}: version {given[0]} and version {given[1]}")
     elif what == "tag":
         made = tag_weights(place, run, given[1], find_weights(loaded, given[0]))
-        typer.echo(f"version {made.version} of {run} is {made.tag!r}, and safe from gc")
+        echo(f"version {made.version} of {run} is {made.tag!r}, and safe from gc")
     else:
         kept = protect_weights(place, run, find_weights(loaded, given[0]))
-        typer.echo(f"version {kept.version} of {run} is safe from gc")
+        echo(f"version {kept.version} of {run} is safe from gc")
 
 
 def _version_row(version: WeightsVersion, as_json: bool) -> dict[str, object]:
@@ -123,7 +123,7 @@ def gc(
     else:
         _print_items(items, done, yes)
         if older_than and not whole:
-            typer.echo(f"(files written in the last {older_than:g} hours are kept: --older-than)")
+            echo(f"(files written in the last {older_than:g} hours are kept: --older-than)")
 
 
 def _plan_items(store: Store, rule: RetentionRule, run: str) -> list[Removal]:
@@ -144,13 +144,13 @@ def _remove_items(store: Store, items: Sequence[Removal], rule: RetentionRule) -
 def _print_items(items: Sequence[Removal], done: Sequence[Removal], yes: bool) -> None:
     for item in items:
         left = "" if not yes or item in done else " (kept: it is in use now)"
-        typer.echo(f"{item.path}: {item.kind}, {len(item.files)} files, {item.bytes:,} bytes: {item.why}{left}")
+        echo(f"{item.path}: {item.kind}, {len(item.files)} files, {item.bytes:,} bytes: {item.why}{left}")
     shown = done if yes else items
     total = f"{sum(len(item.files) for item in shown)} files, {sum(item.bytes for item in shown):,} bytes"
     if yes:
-        typer.echo(f"removed {total}")
+        echo(f"removed {total}")
     else:
-        typer.echo(f"would remove {total}" + (": --yes does it" if items else ""))
+        echo(f"would remove {total}" + (": --yes does it" if items else ""))
 
 
 def compact(

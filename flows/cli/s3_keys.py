@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.output import echo
 from flows.cli.processes import asking, needed_server
 from flows.credentials import BLOCK, NEEDED, keys_in_environment
 from schemas.errors import UserError
@@ -21,7 +22,7 @@ def s3_keys(remove: Annotated[bool, typer.Option("--remove", help="Delete the ke
     """
     with asking(api_url := needed_server()):
         outcome = remove_keys() if remove else keep_keys()
-    typer.echo(f"{api_url}: {outcome}")
+    echo(f"{api_url}: {outcome}")
 
 
 def keep_keys() -> str:

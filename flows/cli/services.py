@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from rich import filesize
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.commit import last_owner
@@ -20,7 +22,7 @@ from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.service_logs import LogName, ServiceLog, service_logs
 from areal_tasks.store.system import newest_record, read_samples, watch
-from flows.cli.output import AsJson, RunName, StoreUrl, show, table_of
+from flows.cli.output import AsJson, RunName, StoreUrl, echo, show, table_of, uncoloured, visible
 from flows.home import logs_folder
 from schemas.errors import UserError
 
@@ -44,7 +46,7 @@ def logs(
     if not service:
         show([_log_row(log) for log in found], as_json, f"logs of services · run {name}")
         if not found:
-            typer.echo("(services that are threads log in the flow's log)", err=True)
+            echo("(services that are threads log in the flow's log)", err=True)
         return
     if not (mine := _logs_of(found, service)):
         names = ", ".join(dict.fromkeys(log.name.service for log in found))
@@ -53,7 +55,7 @@ def logs(
         if not follow:
             raise UserError(missing)
         with suppress(KeyboardInterrupt):
-            typer.echo(f"{missing}; waiting for one", err=True)
+            echo(f"{missing}; waiting for one", err=True)
             while not mine:
                 time.sleep(POLL_SECONDS)
                 mine = _logs_of(service_logs(place, name, folder), service)
@@ -77,7 +79,7 @@ def _follow(store: Store, run: str, folder: Path, name: LogName, at: int) -> Non
                 if log.name > name:
                     name, at = log.name, 0
                     again = f"owner {name.owner}, restart {name.restart}"
-                    typer.echo(f"── {name.service} starts again: {again}", err=True)
+                    echo(f"── {name.service} starts again: {again}", err=True)
                 _write_log(log, at)
                 at = max(at, log.size)
     except KeyboardInterrupt:
@@ -89,9 +91,9 @@ def _logs_of(found: Sequence[ServiceLog], service: str) -> list[ServiceLog]:
 
 
 def _write_log(log: ServiceLog, at: int) -> None:
+    decoder = getincrementaldecoder("utf-8")("backslashreplace")
     for data in log.read_from(at):
-        sys.stdout.buffer.write(data)
-    sys.stdout.flush()
+        echo(uncoloured(decoder.decode(data)), end="")
 
 
 def _log_row(log: ServiceLog) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def _live(watcher: Watcher) -> None:
             silent = time.monotonic() - since
             note = ended or (f"no new sample for {silent:.0f} s" if silent > FRESH_SECONDS else "")
             title = title_of(watcher.run.name, watcher.rows[0] if watcher.rows else {}, note)
-            live.update(Group(title, table_of([row_of(row) for row in watcher.rows])), refresh=True)
+            live.update(Group(Text(visible(title)), table_of([row_of(row) for row in watcher.rows])), refresh=True)
             if ended:
                 return
             time.sleep(POLL_SECONDS)

@@ -25,7 +25,7 @@ from areal_tasks.store.keys import digest_json
 from areal_tasks.store.paths import run_record
 from areal_tasks.store.runs import load_run
 from flows.cli import processes
-from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, show_compared
+from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, echo, print_json, show_compared
 from flows.cli.projects import is_file
 from flows.credentials import on_s3, set_key_variables
 from flows.home import add_import_folder, home
@@ -106,7 +106,7 @@ def run(
         add_import_folder(Path(recipe).parent)
     check_start(loaded, name)
     result = run_recipe(loaded, name)
-    typer.echo(outcome(result))
+    echo(outcome(result))
 
 
 def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None:
@@ -174,9 +174,9 @@ def fork(
         check_first_start(loaded, origin)  # the flow checks it too, some seconds later
     check_start(recipe, name, origin)
 
-    typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
+    echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = run_recipe(recipe, name, fork=f"{parent}@{at}")
-    typer.echo(json.dumps(result | origin_values(origin), default=str, indent=1) if as_json else outcome(result))
+    print_json(result | origin_values(origin)) if as_json else echo(outcome(result))
 
 
 def origin_values(origin: Origin) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def replay(
     from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
 
     check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)
-    typer.echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
+    echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
     result = call_flow(
         "replay",
         run,
@@ -236,8 +236,8 @@ def replay(
 def print_comparison(result: dict[str, Any], as_json: bool) -> None:
     """Print the comparison, as tables or JSON."""
     if as_json:
-        typer.echo(json.dumps(result, default=str, indent=1))
+        print_json(result)
         return
     for section in result["comparison"]:
         show_compared(**section)
-    typer.echo(f"run {result['run']}: {result['iterations']} iterations in {result['store']}")
+    echo(f"run {result['run']}: {result['iterations']} iterations in {result['store']}")

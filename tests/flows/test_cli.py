@@ -130,7 +130,6 @@ def test_lists_and_maps_are_json_in_both(
         "l": ("['a', NULL]", ["a", None]),
         "m": ("MAP {'x': [MAP {1: 0}], 'y': [MAP {2: 3}]}", {"x": [{"1": 0}], "y": [{"2": 3}]}),
         "s": ("{'d': DATE '2026-01-02', 'e': MAP {}}", {"d": "2026-01-02", "e": {}}),
-        "i": ("INTERVAL 3 DAY", [0, 3, 0]),
         "n": ("NULL::INTEGER[]", None),
     }
     query = f"SELECT {', '.join(f'{text} AS {name}' for name, (text, _) in values.items())}, 7 AS z"
@@ -431,7 +430,7 @@ def test_of_two_ups_at_once_the_second_finds_what_the_first_started(
     def echo(text: str) -> None:
         said.append(text)
 
-    monkeypatch.setattr(machine.typer, "echo", echo)
+    monkeypatch.setattr(machine, "echo", echo)
     monkeypatch.setattr(machine, "start_server", start_server)
     monkeypatch.setattr(machine, "running", lambda: url if begun else "")
     monkeypatch.setattr(machine, "spawn", lambda name, command, url: None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_tasks.store.backend import Store, open_store
-from areal_tasks.store.query import Session, run_sql
+from areal_tasks.store.query import Session, check_statement, run_sql
 from schemas.errors import UserError
 
 RUN = Path(__file__).parents[1] / "fixtures" / "schema-1" / "run.tar.xz"
@@ -61,10 +61,21 @@ def test_nothing_but_the_run_can_be_asked(store: Store, secret: Path, query: str
     assert sorted(path.name for path in secret.iterdir()) == before
 
 
+EXPLAINS = ("", "EXPLAIN ", "explain/* SELECT 1; é */analyze ", "EXPLAIN (ANALYZE, FORMAT JSON) -- '\n")
+
+
+@pytest.mark.parametrize("explain", EXPLAINS)
 @pytest.mark.parametrize("query", [query for query in STATEMENTS if not query.startswith("EXPLAIN")])
-def test_a_statement_is_refused_before_it_is_run(store: Store, secret: Path, query: str) -> None:
-    with pytest.raises(UserError, match=r"a single SELECT"):
-        run_sql(store, "old", query.format(file=secret / "secret.csv", folder=secret))
+def test_a_statement_is_refused_before_it_is_run(query: str, explain: str) -> None:
+    """Also one that is only explained, if DuckDB can: with ANALYZE it would be executed."""
+    with pytest.raises(UserError, match=r"a single SELECT|Parser Error" if explain else r"a single SELECT"):
+        check_statement(explain + query.format(folder="/folder"))
+
+
+@pytest.mark.parametrize("explain", EXPLAINS[1:])
+def test_a_query_may_be_explained(store: Store, explain: str) -> None:
+    for query in ("SELECT 1 AS é", "FROM scalars", "(SELECT 1)", "WITH x AS (SELECT 1) FROM x", "VALUES (1)"):
+        assert run_sql(store, "old", explain + query).num_rows
 
 
 @pytest.mark.parametrize("query", READS)
