@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +21,7 @@ from areal_tasks.data.sampler import permutation
 from schemas.errors import UserError
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, SftRecipe
 from schemas.recipe.sections import Data
-from schemas.recipe.sources import SPLIT, source_kind
+from schemas.recipe.sources import SPLIT, local_path, source_kind
 
 Pairs = Iterator[tuple[str, str]]
 SCHEME: Final = "sums://"
@@ -61,7 +62,9 @@ def splits(recipe: Recipe) -> dict[str, str]:
 def check_data(recipe: Recipe) -> None:
     """UserError if a split does not exist, or its first row does not fit `data`. Uses no network."""
     data = recipe.data.model_copy(update={"limit": 1})
-    if source_kind(data.source) == "sums" or (source_kind(data.source) == "file" and "://" not in data.source):
+    if source_kind(data.source) == "sums" or (
+        source_kind(data.source) == "file" and local_path(data.source) is not None
+    ):
         for split in splits(recipe).values():
             load_rows(data, split)
 
@@ -78,7 +81,8 @@ def _where(data: Data, split: str) -> str:
 def _file_pairs(data: Data, split: str) -> Pairs:
     url, where = data.source.replace(SPLIT, split), _where(data, split)
     try:
-        with fsspec.open(url, "rb") as file:
+        path = local_path(url)  # fsspec would take `::` and URLs of files in its own way
+        with fsspec.open(url, "rb") if path is None else open(os.path.expanduser(path), "rb") as file:
             content: bytes = file.read()
     except FileNotFoundError:
         absolute = "://" in url or Path(url).is_absolute()

@@ -7,18 +7,18 @@ Paths are relative to the store's root and use `/`.
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
 
 from pyarrow.fs import FileSystem
 
 from areal_tasks.store.in_flight import LEDGER
 from schemas.errors import UserError
-from schemas.recipe.sources import holds_credentials
+from schemas.recipe.sources import holds_credentials, local_path, s3_place
 from schemas.record import SCHEMA_VERSION
 
 #: The bytes of a large object, in pieces anywhere in memory.
@@ -153,7 +153,7 @@ def default_url() -> str:
 
 def store_url(named: str) -> str:
     """The URL of a store that is given as a URL, or as a folder, relative to the current one."""
-    is_path = named and not urlsplit(named).scheme
+    is_path = named and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", named)
     return Path(os.path.abspath(os.path.expanduser(named))).as_uri() if is_path else named
 
 
@@ -163,21 +163,27 @@ def open_store(named: str = "") -> Store:
     Raises UserError: it is neither a folder nor a URL `file:///…` or `s3://bucket/…`, the URL holds credentials, or S3
     credentials are not set.
     """
-    url = store_url(named or default_url()).rstrip("/")
-    parts = urlsplit(url)
+    try:
+        url = store_url(named or default_url()).rstrip("/")
+        path = local_path(url) if url.startswith("file:") else None
+        possible = b"\0" not in (path or url).encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise UserError(f"Store {named!r} is not supported: it has characters that no name of a file can have.")
     if holds_credentials(url):
         raise UserError(
             "The store's URL holds credentials, which logs and process lists would show: name it without them, and put "
             "them into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)."
         )
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+    if path:
         from areal_tasks.store.objects.local import LocalBackend
 
-        return LocalBackend(url, Path(unquote(parts.path)))
-    if parts.scheme == "s3" and parts.netloc:
+        return LocalBackend(url, Path(path))
+    if place := s3_place(url):
         from areal_tasks.store.objects.s3 import S3Backend  # botocore takes a tenth of a second to import
 
-        return S3Backend(url, parts.netloc, parts.path.strip("/"))
+        return S3Backend(url, *place)
     raise UserError(f"Store {named!r} is not supported: name a folder, file:///absolute/folder or s3://bucket/prefix.")
 
 

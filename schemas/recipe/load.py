@@ -21,7 +21,7 @@ from schemas.errors import UserError
 from schemas.recipe.checks import PROBLEMS, REFUSED_KEYS
 from schemas.recipe.fields import nested_section, same_field
 from schemas.recipe.recipe import BaseRecipe, EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
-from schemas.recipe.sources import SPLIT, source_kind
+from schemas.recipe.sources import SPLIT, local_path, source_kind
 
 RECIPES: Final[dict[str, type[RlhfRecipe] | type[SftRecipe] | type[EvaluateRecipe]]] = {
     "rlhf": RlhfRecipe,
@@ -56,7 +56,7 @@ def with_absolute_data(recipe: Recipe, folder: Path) -> Recipe:
     A path in the current folder stays relative, as runs have recorded it. UserError if both have different files.
     """
     data = recipe.data
-    if source_kind(data.source) != "file" or "://" in data.source or Path(data.source).is_absolute():
+    if source_kind(data.source) != "file" or local_path(data.source) != data.source or Path(data.source).is_absolute():
         return recipe
     names = [data.source.replace(SPLIT, split) for split in (data.train_split, data.eval_split)]
     in_folder = [name for name in names if (folder / name).exists()]
