@@ -13,9 +13,21 @@ import psutil
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
+NO_PROXY: Final = ("no_proxy", "NO_PROXY")
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 POLL_SECONDS: Final = 0.05
 END_SECONDS: Final = 20.0
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def keep_loopback_direct() -> None:
+    """From here on, no client of this process and of those that it starts reaches this machine through a proxy.
+
+    Adds loopback to `no_proxy`, whose other entries stay. Clients read one of two spellings.
+    """
+    given = ",".join(os.environ.get(name, "") for name in NO_PROXY)
+    entries = dict.fromkeys(filter(None, map(str.strip, [*given.split(","), *LOOPBACK])))
+    os.environ |= dict.fromkeys(NO_PROXY, "*" if "*" in entries else ",".join(entries))
 
 
 def alive(process: psutil.Process | int) -> bool:

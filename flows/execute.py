@@ -29,6 +29,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from areal_tasks.engines.server import ServerDown
 from areal_tasks.engines.session import Engines
 from areal_tasks.engines.trainer_client import TrainerDown
+from areal_tasks.processes import keep_loopback_direct
 from areal_tasks.stages.build import PrefectIds
 from areal_tasks.stages.jobs import IterationResult
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
@@ -86,6 +87,7 @@ def prepare(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str
 
 def begin_flow() -> None:
     """Time the flow, hide tracebacks of user errors, and allow imports from the current folder."""
+    keep_loopback_direct()
     start_timing(nested=flow_run.get_parent_flow_run_id() is not None)
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(drop_traceback)

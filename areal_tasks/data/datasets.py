@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from areal_tasks.data.sampler import permutation
@@ -29,6 +31,7 @@ MIN_TERMS: Final = 2
 MAX_TERMS: Final = 5
 _ORDER_SEED: Final = 20_240
 _ORDER: Final = 1
+_BATCH: Final = 1 << 14  # rows that become Python values together
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,15 @@ class Row:
 
 def load_rows(data: Data, split: str) -> list[Row]:
     """The rows of `split`, in the order of the source, at most `data.limit`. UserError names the place of a mistake."""
+    return [Row(number, *pair) for number, pair in enumerate(_pairs(data, split, data.limit))]
+
+
+def _pairs(data: Data, split: str, limit: int) -> Pairs:
+    """The first `limit` rows (0: all) as prompt and answer. UserError names the place of a mistake, or says no rows."""
     pairs = _READERS[source_kind(data.source)](data, split)
-    rows = [Row(number, *pair) for number, pair in enumerate(islice(pairs, data.limit or None))]
-    if not rows:
+    if (first := next(pairs, None)) is None:
         raise UserError(f"{_where(data, split)} is empty: there is nothing to read")
-    return rows
+    yield from islice(chain([first], pairs), limit or None)
 
 
 def splits(recipe: Recipe) -> dict[str, str]:
@@ -60,13 +67,13 @@ def splits(recipe: Recipe) -> dict[str, str]:
 
 
 def check_data(recipe: Recipe) -> None:
-    """UserError if a split does not exist, or its first row does not fit `data`. Uses no network."""
-    data = recipe.data.model_copy(update={"limit": 1})
-    if source_kind(data.source) == "sums" or (
-        source_kind(data.source) == "file" and local_path(data.source) is not None
-    ):
+    """UserError if a split does not exist or is empty, or a row of it does not fit `data`. Uses no network."""
+    data, kind = recipe.data, source_kind(recipe.data.source)
+    if kind == "sums" or (kind == "file" and local_path(data.source) is not None):
+        first_checks_all = kind == "sums" or data.source.endswith(".parquet")
         for split in splits(recipe).values():
-            load_rows(data, split)
+            for _ in _pairs(data, split, 1 if first_checks_all else data.limit):
+                pass  # reading a row checks it
 
 
 def _where(data: Data, split: str) -> str:
@@ -112,7 +119,7 @@ def _json_array(content: bytes, data: Data, where: str) -> Pairs:
 def _json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of 4,300 digits, and of a thousand brackets
         raise UserError(f"{place} is no valid JSON: {error}") from None
 
 
@@ -123,8 +130,41 @@ def _parquet(content: bytes, data: Data, where: str) -> Pairs:
         table = file.read(columns=[data.prompt_column, data.answer_column])
     except pa.ArrowException as error:
         raise UserError(f"{where} is no valid Parquet file: {error}") from None
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield _pair(row, data, f"{where}, row {number}")
+    for name, check in ((data.prompt_column, _prompt), (data.answer_column, _text)):
+        for number in _suspects(table[name].slice(0, data.limit or None)):
+            check(_value(table[name][number]), name, f"{where}, row {number + 1}")
+    for batch in table.to_batches(_BATCH):
+        columns = [map(str, batch[name].to_pylist()) for name in (data.prompt_column, data.answer_column)]
+        yield from zip(*columns, strict=True)
+
+
+def _suspects(column: pa.ChunkedArray) -> Iterable[int]:
+    """The values that may be neither text nor a finite number, or blank, found without a loop over all of them."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _suspects(column.cast(kind.value_type))
+    if pa.types.is_integer(kind):
+        wrong = column.is_null()
+    elif pa.types.is_floating(kind):
+        wrong = pc.invert(pc.fill_null(pc.is_finite(column.cast(pa.float64())), False))
+    elif kind in (pa.string(), pa.large_string(), pa.string_view()):
+        try:
+            column.validate(full=True)  # that its bytes are UTF-8
+        except pa.ArrowInvalid:
+            return range(len(column))
+        visible = pc.match_substring_regex(column.cast(pa.large_string()), r"[^\pZ\pC]")
+        wrong = pc.invert(pc.fill_null(visible, False))
+    else:
+        return range(len(column))
+    return pc.indices_nonzero(wrong).to_pylist()  # type: ignore[no-any-return]
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """The value in Python; bytes for a text that is no UTF-8."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return scalar.as_buffer().to_pybytes()
 
 
 _FORMATS: Final[dict[str, Callable[[bytes, Data, str], Pairs]]] = {
@@ -141,7 +181,8 @@ def _pair(row: Any, data: Data, place: str) -> tuple[str, str]:
     if not isinstance(row, Mapping):
         raise UserError(f"{place} should be an object with named columns, not {type(row).__name__}")
     _require_columns(list(row), data, place)
-    return _text(row, data.prompt_column, place), _text(row, data.answer_column, place)
+    prompt, answer = data.prompt_column, data.answer_column
+    return _prompt(row[prompt], prompt, place), _text(row[answer], answer, place)
 
 
 def _require_columns(found: Sequence[str], data: Data, place: str) -> None:
@@ -153,14 +194,23 @@ def _require_columns(found: Sequence[str], data: Data, place: str) -> None:
             )
 
 
-def _text(row: Mapping[str, Any], column: str, place: str) -> str:
-    value = row[column]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str):
+def _prompt(value: Any, column: str, place: str) -> str:
+    text = _text(value, column, place)
+    if not text.strip():
+        raise UserError(f"{place}: column '{column}' is empty: a model cannot continue an empty prompt")
+    return text
+
+
+def _text(value: Any, column: str, place: str) -> str:
+    number = type(value) is int or (type(value) is float and math.isfinite(value))  # no bool
+    try:
+        if number or isinstance(value, str):
+            str(value).encode()  # not so half a character, which JSON can spell
+            return str(value)
         found = json.dumps(value, default=str)
-        raise UserError(f"{place}: column '{column}' should hold text or a number, not {found}")
-    return value
+    except UnicodeEncodeError as error:
+        found = f"{value[max(0, error.start - 20) : error.end]!r}, which ends in half a character (a lone surrogate)"
+    raise UserError(f"{place}: column '{column}' should hold text or a number, not {found}")
 
 
 # ── Hugging Face data sets ────────────────────────────────────────────────────────────────────────────────────────────

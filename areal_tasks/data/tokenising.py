@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from areal_tasks.data.datasets import Row
-from schemas.errors import UserError
+from schemas.errors import UserError, first_line
 from schemas.recipe.sections import Data
 from schemas.tables import PROMPTS
 
@@ -27,8 +29,8 @@ def render_prompts(
     in supervised fine-tuning. One that leaves fewer is an error, or dropped (`data.on_long_prompt`).
     """
     messages = [data.template.replace("{prompt}", row.prompt) for row in rows]
-    texts = _rendered(messages, data, tokenizer)
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not data.chat)["input_ids"]
+    texts = render_messages(rows, messages, data, tokenizer)
+    ids = _encoded(texts, data, tokenizer)
     if max_new_tokens is None:
         rooms = [len(answer) for answer in encode_answers([row.answer for row in rows], tokenizer)]
     else:
@@ -58,16 +60,48 @@ def render_prompts(
     return pa.table(columns, schema=PROMPTS)
 
 
-def _rendered(messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The model's input as text: each message through the chat template, or unchanged."""
+def render_messages(
+    rows: Sequence[Row], messages: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """The model's input as text: each row's message through the chat template, or unchanged.
+
+    UserError if there is no chat template, or if it raises an error.
+    """
     if not data.chat:
         return list(messages)
     if not tokenizer.chat_template:
         raise UserError("data.chat: this model's tokenizer has no chat template; set data.chat to false")
     system = [{"role": "system", "content": data.system}] if data.system else []
     chats = [[*system, {"role": "user", "content": message}] for message in messages]
-    texts: list[str] = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    render: Any = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    try:
+        texts: list[str] = render(chats)
+    except Exception:  # a template is a program, which raises what it likes
+        for row, chat in zip(rows, chats, strict=True):
+            try:
+                render(chat)
+            except Exception as error:
+                system = "clear data.system and write its text into data.template" if data.system else "correct it"
+                raise UserError(
+                    f"{_place(row)}: the model's chat template refuses its messages ({first_line(error)}); {system}, "
+                    "or set data.chat to false"
+                ) from error
+        raise
     return texts
+
+
+def _encoded(texts: Sequence[str], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each text. Without a chat template also what the tokenizer puts before a text, but not behind it."""
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=not data.chat)["input_ids"]
+    behind = 0 if data.chat else _added_behind(max(texts, key=len), tokenizer)
+    return [prompt[: len(prompt) - behind] for prompt in ids]
+
+
+def _added_behind(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of tokens that the tokenizer adds behind a text, such as an end of sequence."""
+    bare, whole = (tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True))
+    starts = range(len(whole) - len(bare) + 1)
+    return next((len(whole) - len(bare) - start for start in starts if whole[start : start + len(bare)] == bare), 0)
 
 
 def encode_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_tasks.engines.ports import HOST, host_and_port, listen, url_host
 from areal_tasks.engines.tls import CERTIFICATE, KEY
+from areal_tasks.processes import keep_loopback_direct
 from areal_tasks.store.backend import Missing, Store, Unavailable, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import service as service_path
@@ -88,6 +89,7 @@ def read_spec() -> ServiceSpec:
 @contextmanager
 def as_service() -> Iterator[None]:
     """Log as services do. Inside, a UserError ends the process with its reason, or UNAVAILABLE for the store."""
+    keep_loopback_direct()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # below that it names each request
     try:

@@ -1,4 +1,4 @@
-"""Checks before a run exists and before any service starts. Imports neither torch nor Prefect."""
+"""Checks before a run exists and before any service starts. Imports no Prefect, and torch only for chat templates."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from areal_tasks.data.datasets import check_data
+from areal_tasks.data.datasets import Row, check_data
 from areal_tasks.engines.external import check_encrypted, external_servers
-from areal_tasks.engines.models import check_model
+from areal_tasks.engines.models import check_model, load_tokenizer
 from areal_tasks.launchers.choice import check_shared, on_this_machine
 from areal_tasks.launchers.gpus import place_recipe, visible_gpus
 from areal_tasks.rewards.load import BUILT_IN, check_module
@@ -116,6 +117,16 @@ def _check_sources(recipe: Recipe, store: Store, own_model: bool) -> None:
     check_data(recipe)
     if own_model:
         check_model(store, recipe.model)
+        check_chat(recipe)
+
+
+def check_chat(recipe: Recipe) -> None:
+    """UserError if the chat template of a model in a local folder refuses the messages that `data` makes."""
+    folder = Path(recipe.model.path).expanduser()
+    if recipe.data.chat and recipe.model.path and folder.is_dir():
+        from areal_tasks.data.tokenising import render_messages  # imports torch
+
+        render_messages([Row(0, "", "")], [recipe.data.template], recipe.data, load_tokenizer(folder))
 
 
 def check_usable(store: Store) -> None:

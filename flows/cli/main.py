@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from areal_tasks.processes import keep_loopback_direct
 from flows.cli.output import fit_streams, visible
 from schemas.errors import UserError
 
@@ -73,6 +74,7 @@ def arealflow() -> None:
 def main() -> None:
     """Entry point."""
     fit_streams()
+    keep_loopback_direct()
     try:
         app()
     except UserError as error:

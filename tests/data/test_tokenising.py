@@ -6,13 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_tasks.data.datasets import Row, load_rows
 from areal_tasks.data.scratch import character_tokenizer
 from areal_tasks.data.tokenising import render_prompts, sft_examples
+from areal_tasks.stages.preflight import check_chat
 from schemas.errors import UserError
+from schemas.recipe.load import load_recipe
 from schemas.recipe.sections import Data
 from schemas.tables import PROMPTS
 
@@ -142,3 +146,56 @@ def test_gsm8k_with_a_real_tokenizer() -> None:
         trained = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
         assert row.prompt in tokenizer.decode(example.input_ids)
         assert tokenizer.decode(trained) == row.answer + tokenizer.eos_token
+
+
+ADDED = st.sampled_from(["", "<bos>", "<bos> <bos>"])
+
+
+@given(
+    ADDED,
+    st.sampled_from(["", "<eos>", "<eos> <eos>", "= <eos>"]),
+    st.sampled_from(["{prompt}", "{prompt}<eos>", "<bos>{prompt}"]),
+)
+def test_nothing_is_added_behind_a_prompt_but_what_the_template_says(before: str, behind: str, template: str) -> None:
+    """A tokenizer may put an end of sequence behind every text; a completion cannot follow one."""
+    plain, adding = (character_tokenizer("0123456789+=", 32) for _ in range(2))
+    special = [(token, plain.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>", "=")]
+    processor = TemplateProcessing(single=f"{before} $A {behind}".strip(), special_tokens=special)
+    adding.backend_tokenizer.post_processor = processor
+    found, bare = (
+        render_prompts(ROWS, data(template=template), one, 32, 4).column("input_ids").to_pylist()
+        for one in (adding, plain)
+    )
+    first = plain.convert_tokens_to_ids(before.split())
+    assert found == [[*first, *ids] for ids in bare]
+    assert all((ids[-1] == plain.eos_token_id) == template.endswith("<eos>") for ids in found)
+
+
+RAISING = {
+    "{{ raise_exception('System role not supported') }}": "System role not supported",
+    "{{ messages[0].content.nothing.more }}": "has no attribute 'nothing'",
+    "{{ messages[0].content + 1 }}": "can only concatenate str",
+    "{% for m in messages %}": "Encountered unknown tag 'endif'",
+}
+
+
+@pytest.mark.parametrize("template", RAISING)
+@pytest.mark.parametrize("system", ["", "be brief"])
+def test_a_chat_template_that_raises_is_one_line(chatty: PreTrainedTokenizerFast, template: str, system: str) -> None:
+    chatty.chat_template = "{% if messages[-1].content == 'b' %}" + template + "{% endif %}"
+    rows = [Row(0, "a", "1"), Row(7, "b", "2")]
+    with pytest.raises(UserError) as refused:
+        render_prompts(rows, data(chat=True, system=system), chatty, 64, 4)
+    message = str(refused.value)
+    assert RAISING[template] in message and "set data.chat to false" in message and "\n" not in message
+    assert ("data.system" in message) == bool(system)
+    assert "row 7" in message or "unknown tag" in message  # a template that is none refuses every row
+
+
+def test_a_chat_template_is_tried_before_the_start(chatty: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    chatty.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    chatty.save_pretrained(tmp_path)
+    changes = [f"model.path={tmp_path}", "model.warm_start=", "data.chat=true"]
+    check_chat(load_recipe("quickstart", changes))
+    with pytest.raises(UserError, match=r"\(no system\); clear data\.system"):
+        check_chat(load_recipe("quickstart", [*changes, "data.system=be brief"]))

@@ -230,7 +230,8 @@ def post_all(command: Send, path: str, bodies: Sequence[dict[str, Any]]) -> Call
 
 def _post(url: str, access: Access, body: dict[str, Any]) -> None:
     try:
-        answer = httpx.post(url, json=body, headers=access.headers, verify=access.trust, timeout=TIMEOUT_SECONDS)
+        with httpx.Client(headers=access.headers, transport=access.transport(), timeout=TIMEOUT_SECONDS) as client:
+            answer = client.post(url, json=body)
     except httpx.TransportError as error:
         raise Unanswered(f"no answer: {type(error).__name__}: {error}") from error
     if answer.is_server_error:
