@@ -81,9 +81,9 @@ def render_messages(
             try:
                 render(chat)
             except Exception as error:
-                system = "clear data.system and write its text into data.template" if data.system else "correct it"
+                remedy = "clear data.system and write its text into data.template" if data.system else "correct it"
                 raise UserError(
-                    f"{_place(row)}: the model's chat template refuses its messages ({first_line(error)}); {system}, "
+                    f"{_place(row)}: the model's chat template refuses its messages ({first_line(error)}); {remedy}, "
                     "or set data.chat to false"
                 ) from error
         raise
