@@ -39,7 +39,7 @@ def test_entries_of_the_user_stay(lower: str | None, upper: str | None) -> None:
         assert os.environ["NO_PROXY"] == os.environ["no_proxy"] and len(set(entries)) == len(entries)
         named = {part.strip() for value in given.values() for part in value.split(",")} - {""}
         assert entries == ["*"] if "*" in named else named <= set(entries)
-        with httpx.Client() as client:
+        with httpx.Client(timeout=LIMIT) as client:
             for host in ("127.0.0.1", "localhost", "[::1]"):
                 transport = client._transport_for_url(httpx.URL(f"http://{host}:4200/api"))
                 assert transport is client._transport and proxy_bypass(host.strip("[]"))
