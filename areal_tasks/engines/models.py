@@ -164,7 +164,7 @@ def _wanted(folder: Path) -> set[Path]:
 
 def check_context(folder: Path, max_length: int) -> None:
     """UserError if `max_length` tokens exceed the context length of the model in `folder`."""
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
     if isinstance(context, int) and max_length > context:
         raise UserError(f"model.max_length: {max_length} exceeds the model's context of {context} tokens; lower it")
 

@@ -37,7 +37,7 @@ _Member = tuple[str, str | None, str]
 def stored_names(folder: Path) -> list[str]:
     """The names of the tensors in the safetensors files of a Hugging Face folder."""
     if (folder / INDEX).is_file():
-        return list(json.loads((folder / INDEX).read_text())["weight_map"])
+        return list(json.loads((folder / INDEX).read_bytes())["weight_map"])
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return list(file.keys())
 

@@ -101,7 +101,7 @@ class Snapshot:
 
 def read_description(folder: Path, dtype: torch.dtype) -> dict[str, bytes]:
     """The files of `folder` that describe model and tokenizer, by name, for weights in `dtype`."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_bytes())
     config.pop("torch_dtype", None)  # the key's older name
     text = json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2)
     files = [f for f in folder.iterdir() if f.suffix in DESCRIPTION and not f.name.endswith(".index.json")]
