@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
+from areal_tasks.code_digests import digest_of, imported, package_of
 from schemas.errors import UserError
-
-#: Recipe fields that may name users' code which rollout workers run.
-FIELDS: Final = ("reward.verifier", "workflow.name", "rollout.filters.function")
-
-
-def code_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """By field, a digest of the users' code that a recipe names: of its package's files; empty if there is none here.
-
-    Nothing is imported. What that code imports in turn is not covered.
-    """
-    named = {field: str(reduce(lambda part, key: part.get(key) or {}, field.split("."), recipe)) for field in FIELDS}
-    return {field: _digest_of(name.partition(":")[0].partition(".")[0]) for field, name in named.items() if ":" in name}
-
-
-def _digest_of(package: str) -> str:
-    if (spec := find_spec(package)) is None:
-        return ""
-    folders = [*dict.fromkeys(map(Path, spec.submodule_search_locations or ()))]  # once, though found by two paths
-    found = ((folder, path) for folder in folders for path in sorted(folder.rglob("*.py")))
-    files = [(path, path.relative_to(folder)) for folder, path in found if path.is_file()]  # no editor's lock, a link
-    if not folders and spec.origin is not None:
-        files = [(Path(spec.origin), Path())]
-    digest = hashlib.sha256()
-    for path, name in files:
-        digest.update(f"{name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def find_object(name: str, field: str) -> Any:
@@ -85,8 +58,10 @@ def find_function(
 
 def import_module(module: str, field: str) -> ModuleType:
     """The module that a recipe field names. UserError if it does not exist, or fails while it is imported."""
+    package = package_of(module)
+    digest = digest_of(package)
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise missing_module(module, field, error.name or module) from error
     except Exception as error:
@@ -94,6 +69,8 @@ def import_module(module: str, field: str) -> ModuleType:
             f"{field}: importing {module} fails with {type(error).__name__}: {error}. "
             f"Try: python -c 'import {module}'{_where(module)}"
         ) from error
+    imported(package, digest)
+    return found
 
 
 def missing_module(module: str, field: str, missing: str) -> UserError:

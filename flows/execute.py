@@ -36,7 +36,7 @@ from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.stages.replay import loop_of
 from areal_tasks.store.backend import StoreError, Unavailable
 from areal_tasks.store.fork import Origin, read_fork
-from areal_tasks.store.history.journal import append_log
+from areal_tasks.store.history.journal import CODE, append_log, code_of_last_start
 from areal_tasks.store.opening import open_run
 from areal_tasks.store.runs import HeadMoved, Run
 from flows.background import ServiceLogs, ServiceSamples
@@ -206,7 +206,7 @@ def _start(
         Pauses(log, services.watchdog) as pauses,
         services as engines,
         ServiceSamples(engines, log),
-        log_start_and_end(run, flow_run_id),
+        log_start_and_end(run, flow_run_id, services.code),
     ):
         loop = loop_of(run)(run, recipe, engines, StageTasks(pauses.wait_while_paused), closed, PrefectIds(flow_run_id))
         pauses.on_stopping = loop.hold
@@ -215,10 +215,20 @@ def _start(
 
 
 @contextmanager
-def log_start_and_end(run: Run, flow_run_id: str) -> Iterator[None]:
-    """Write to the run's log how this start of the flow begins and, unless it is killed, how it ends."""
+def log_start_and_end(run: Run, flow_run_id: str, code: Mapping[str, str]) -> Iterator[None]:
+    """Write to the run's log how this start of the flow begins and, unless it is killed, how it ends.
+
+    `code`: digests of the users' code. What has changed since the last start is a line of its own.
+    """
     note = partial(append_log, run.store, run.name, prefect_flow_run_id=flow_run_id)
-    note("started" if run.owner == 1 else "resumed", run_state(run))
+    before = code_of_last_start(run.store, run.name) if code else {}
+    note("started" if run.owner == 1 else "resumed", run_state(run) | {CODE + name: code[name] for name in code})
+    if edited := {name: f"{code[name]}, before {old}" for name, old in before.items() if code.get(name, old) != old}:
+        note("code changed", {"owner": run.owner, "from_iteration": run.committed, **edited})
+        changed = (
+            "the code of %s has changed since the last start: it makes what is not committed, from iteration %d on"
+        )
+        get_run_logger().info(changed, ", ".join(edited), run.committed)
     if (newest := run.segments[-1]).n and newest.provenance.owner == run.owner:
         note("extended", {"owner": run.owner, "segment": newest.n, "from_iteration": newest.from_iteration})
     try:

@@ -329,7 +329,8 @@ ACTIONS: Final = (
     *BEGINNINGS,
     *("placed", "first iteration"),
     *ENDINGS,
-    *("extended", "changed", "refused", "forked", "replayed", "removed", "tagged", "protected", "exported", "signed"),
+    *("extended", "changed", "code changed", "refused", "forked", "replayed"),
+    *("removed", "tagged", "protected", "exported", "signed"),
 )
 
 

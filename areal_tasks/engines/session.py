@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from areal_tasks.code_digests import code_digests
 from areal_tasks.engines.ends import Detokenizer, Ends, end_tokens
 from areal_tasks.engines.handover import choose_transport, sending_ranks
 from areal_tasks.engines.models import describing_files, load_tokenizer
@@ -56,6 +57,7 @@ class Engines:
     def __init__(self, run: Run, recipe: Recipe, logs: Path, *, generates: bool = True) -> None:
         self.run = run
         self.recipe = recipe
+        self.code = code_digests(recipe.model_dump(mode="json"))  # of the users' code, as this start begins with it
         self.initial: WeightsRef | None = None
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
@@ -64,7 +66,7 @@ class Engines:
         self.servers: Servers = Servers(
             run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends
         )
-        self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward)
+        self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward, self.code)
         self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
         self._closed = threading.Event()
 

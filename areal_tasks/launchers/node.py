@@ -40,7 +40,6 @@ from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Exists, open_store
 from areal_tasks.store.paths import node as node_path
 from areal_tasks.store.service_logs import rotate
-from areal_tasks.user_code import code_digests
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
 from schemas.record import Record
@@ -103,11 +102,6 @@ class Stop(Record):
 def software() -> dict[str, str]:
     """The software that all machines of a run must share: digest of the code, versions of Python and packages."""
     return {"arealflow": _code_digest(), "python": python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def software_of(spec: ServiceSpec) -> dict[str, str]:
-    """What the machine of this service must have like the flow's: `software`, and the users' code that it runs."""
-    return software() | (code_digests(spec.recipe) if spec.name.startswith("rollout") else {})
 
 
 def difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
@@ -270,7 +264,7 @@ def run(folder: Path, job: NodeJob) -> int:
         host=socket.gethostname(),
         pid=os.getpid(),
         certificate=identity.certificate,
-        software=software_of(spec),
+        software=software(),
     )
     server = serve(agent, listener)
     try:

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from areal_tasks.engines.loop_thread import LoopThread
 from areal_tasks.engines.tls import Identity, Trust, mutual_tls
 from areal_tasks.launchers.cluster import LOST, PREEMPTED, Cluster, Submitted, Task
-from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software_of
+from areal_tasks.launchers.node import JOB, NodeJob, Poll, Start, State, Stop, difference, software
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Missing, Store, Unavailable
@@ -110,7 +110,7 @@ class RemoteHandle:
                 self._note(f"its task ended with {code} before it was ready")
                 return code or LOST
             await asyncio.sleep(FIND_SECONDS)
-        own = await asyncio.to_thread(software_of, self._job.spec)  # reads files, while other leases must be renewed
+        own = await asyncio.to_thread(software)  # reads files, while other leases must be renewed
         if differs := difference(own, found.software):
             self._note(f"the machine {found.host} has other software than {socket.gethostname()}: {differs}")
             return os.EX_CONFIG

@@ -141,11 +141,11 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     os.dup2(2, 1)  # keeps a verifier's prints out of the caller's standard output
-    name, arguments, memory_mb = json.loads(control.recv(1 << 20))
+    name, arguments, memory_mb, code = json.loads(control.recv(1 << 20))
     watchdog = _start_watchdog(control)
     verifier, mistake = None, ""
     try:
-        verifier = load_verifier(name, arguments)
+        verifier = load_verifier(name, arguments, code)
     except UserError as error:
         mistake = str(error)
     gc.collect()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Self
 
+from areal_tasks.code_digests import VERIFIER
 from areal_tasks.rewards.processes import Forkserver, Worker
 from areal_tasks.rewards.protocol import Result, Row
 from schemas.errors import UserError
@@ -58,10 +60,14 @@ class Call(Future[list[VerifyResult]]):
 
 
 class VerifierPool:
-    """`reward.workers` processes, kept running, each with a thread that gives it rows. For any thread."""
+    """`reward.workers` processes, kept running, each with a thread that gives it rows. For any thread.
 
-    def __init__(self, settings: Reward) -> None:
+    `code`: digests of users' code, that of the verifier included; {}: any is taken.
+    """
+
+    def __init__(self, settings: Reward, code: Mapping[str, str] = MappingProxyType({})) -> None:
         self.settings = settings
+        self._code = code.get(VERIFIER, "")
         self._wall_limit = settings.wall_seconds or WALL_FACTOR * settings.timeout_seconds
         self._threads: list[threading.Thread] = []
         self._calls: list[Call] = []
@@ -182,7 +188,8 @@ class VerifierPool:
             if self._closed:
                 raise RuntimeError(_CLOSED)
             if self._server is None:
-                self._server = Forkserver(self.settings.verifier, self.settings.arguments, self.settings.memory_mb)
+                given = self.settings.verifier, self.settings.arguments, self.settings.memory_mb
+                self._server = Forkserver(*given, self._code)
             return self._server
 
     def _end(self, server: Forkserver) -> None:

@@ -32,7 +32,7 @@ _COMMAND: Final = "from areal_tasks.rewards.forkserver import main; main()"
 class Forkserver:
     """The process of `areal_tasks.rewards.forkserver`, which imports the pool's verifier. `close` it at the end."""
 
-    def __init__(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int) -> None:
+    def __init__(self, verifier: str, arguments: Mapping[str, Any], memory_mb: int, code: str = "") -> None:
         self.verifier = verifier
         self.loaded = False  # whether it has imported the verifier
         self.mistake = ""  # why it cannot import the verifier, once it has said so
@@ -48,7 +48,7 @@ class Forkserver:
             )
         self._control.settimeout(_REPLY_SECONDS)
         with contextlib.suppress(BrokenPipeError):  # it has ended: `fork` says so
-            self._control.send(json.dumps([verifier, dict(arguments), memory_mb]).encode())
+            self._control.send(json.dumps([verifier, dict(arguments), memory_mb, code]).encode())
 
     def fork(self) -> socket.socket:
         """Ask for a worker, and return the channel to it. ConnectionError if the process has ended, or hangs."""

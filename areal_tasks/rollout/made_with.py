@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+from areal_tasks.code_digests import code_values
 from areal_tasks.rewards.load import verifier_version
 from areal_tasks.store.keys import digest_json, recipe_values
 from schemas.recipe.derived import judges_groups
@@ -20,16 +22,22 @@ GROUP_FIELDS: Final = (
 )
 
 
-def made_with(recipe: RlhfRecipe, prompts: str) -> str:
-    """Digest of what determines a group's content, except the weights; `prompts`: digest of that table.
+def made_with(recipe: RlhfRecipe, prompts: str, code: Mapping[str, str]) -> str:
+    """Digest of what determines a group's content, except the weights.
+
+    `prompts`: digest of that table; `code`: digests of the users' code.
 
     If groups are judged, it covers what determines their verdicts and rejections, too.
     """
     judges = judges_groups(recipe, recipe.rollout)
-    judged = [recipe_values(recipe, ["rollout.filters"]), judged_with(recipe)] if judges else []
-    return digest_json([recipe_values(recipe, GROUP_FIELDS), recipe.seed, prompts, *judged])
+    judged = [_values(recipe, ["rollout.filters"], code), judged_with(recipe, code)] if judges else []
+    return digest_json([_values(recipe, GROUP_FIELDS, code), recipe.seed, prompts, *judged])
 
 
-def judged_with(recipe: RlhfRecipe | EvaluateRecipe) -> str:
-    """Digest of the settings that a verdict depends on, and of the verifier's version."""
-    return digest_json([recipe_values(recipe, ["reward"]), verifier_version(recipe.reward.verifier)])
+def judged_with(recipe: RlhfRecipe | EvaluateRecipe, code: Mapping[str, str]) -> str:
+    """Digest of the settings that a verdict depends on, and of the verifier's version or code."""
+    return digest_json([_values(recipe, ["reward"], code), verifier_version(recipe.reward.verifier)])
+
+
+def _values(recipe: RlhfRecipe | EvaluateRecipe, fields: Sequence[str], code: Mapping[str, str]) -> dict[str, Any]:
+    return recipe_values(recipe, fields) | code_values(code, fields)

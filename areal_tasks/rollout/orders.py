@@ -34,6 +34,7 @@ class Begin(Record):
     prompts: TableRef
     order: int = Field(description="of the prompts; see `RunRecord.order`")
     made_with: str = Field(description="see `SpoolRecord.made_with`")
+    code: dict[str, str] = Field(description="digests of the users' code that the groups are made with")
     model: WeightsRef = Field(description="the initial weights, stored with the model's configuration and tokenizer")
     end_tokens: tuple[int, ...] = Field(description="that end a completion")
     tokenizer: str = Field(description="the fast tokenizer as JSON; empty: it is read from the files of `model`")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from areal_tasks.code_digests import code_values
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage
 from areal_tasks.store import paths
 from areal_tasks.store.commit import commit_once, new_attempt
@@ -106,7 +107,8 @@ def _beginning(context: Context) -> IterationCommit | None:
 
 
 def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | None) -> str:
-    """The digest of the stage, the recipe fields it reads, its inputs' content, its carried state, and `predecessor`.
+    """The digest of the stage, the recipe fields it reads, the users' code that these name, its inputs' content, its
+    carried state, and `predecessor`.
 
     `predecessor`: the digest of what precedes a source stage; None for other stages.
     """
@@ -115,7 +117,7 @@ def key_of(stage: Stage, context: Context, inputs: Inputs, predecessor: str | No
         digests.append(context.weights.digest)
     if "policy" in stage.carries and context.previous:
         digests += [ref.key for ref in context.previous.stages if ref.stage == "train"]
-    values = recipe_values(context.recipe, stage.fields)
+    values = recipe_values(context.recipe, stage.fields) | code_values(context.engines.code, stage.fields)
     return stage_key(stage.name, stage.version, values, digests, context.recipe.seed, predecessor)
 
 

@@ -172,7 +172,7 @@ class Generation:
         """The groups in progress. Starts over if this iteration's settings make other groups, as in a replay."""
         recipe = context.recipe
         assert isinstance(recipe, RlhfRecipe)
-        kind = made_with(recipe, inputs.ref("prompts").digest)
+        kind = made_with(recipe, inputs.ref("prompts").digest, context.engines.code)
         if self._rollouts is None or self._made_with != kind:
             self.close()
             self._made_with = kind
@@ -240,6 +240,7 @@ def order_of(
             prompts=prompts,
             order=context.run.record.order,
             made_with=made_with,
+            code=engines.code,
             model=engines.initial,
             end_tokens=tuple(sorted(engines.ends.tokens)),
             tokenizer=detokenizer.as_json if detokenizer else "",

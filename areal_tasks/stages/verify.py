@@ -64,7 +64,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
 def known_verdicts(context: Context, inputs: Inputs, rollout: pa.Table) -> dict[str, VerifyResult]:
     """By sample id, the verdicts that were made during generation with the settings in force."""
     assert isinstance(context.recipe, RlhfRecipe)
-    current = judged_with(context.recipe)
+    current = judged_with(context.recipe, context.engines.code)
     if "judged" in tables_of(inputs.reads):
         rows = inputs.read(context, "judged").to_pylist()
         return {row["sample_id"]: _result(row) for row in rows if row["judged_with"] == current}

@@ -16,7 +16,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog, provenance_row
 from areal_tasks.store.changes import describe
 from areal_tasks.store.commit import last_owner, read_record
-from areal_tasks.store.history.journal import end_of_start, read_log
+from areal_tasks.store.history.journal import code_of_last_start, end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now, utc
 from areal_tasks.store.runs import Run
@@ -92,7 +92,8 @@ def _made_with(run: Run, head: IterationCommit | None) -> str:
     except UserError:  # a later version's
         return ""
     assert isinstance(recipe, RlhfRecipe), "others have no spool"
-    return made_with(recipe, run.read_stage(prompts).tables["prompts"].digest)
+    code = code_of_last_start(run.store, run.name)
+    return made_with(recipe, run.read_stage(prompts).tables["prompts"].digest, code)
 
 
 def _group_state(row: dict[str, Any], settled: bool, version: int, other: bool) -> dict[str, Any]:

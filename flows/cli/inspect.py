@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import duckdb
@@ -20,7 +21,8 @@ from areal_tasks.store.run_list import RunSummary, list_runs
 from areal_tasks.store.runs import Run, load_run
 from areal_tasks.store.waits import current_waits
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, echo, json_text, show
-from flows.home import logs_folder
+from flows.cli.projects import is_file
+from flows.home import add_import_folder, logs_folder
 from flows.pages import clock_text
 from schemas.errors import UserError
 from schemas.manifest import IterationCommit, WaitsRecord
@@ -51,6 +53,9 @@ def plan(
         run_placement(run, changes, as_json) if run else plan_placement(loaded, as_json)
         return
     if run:
+        if is_file(recipe):
+            add_import_folder(Path(recipe).parent)
+        add_import_folder(Path.cwd())
         plan_run(run, changes, as_json)
         return
 

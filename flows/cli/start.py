@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, cast
 import httpx
 import typer
 
+from areal_tasks.code_digests import VERIFIER, code_digests
 from areal_tasks.garbage import importing
 from areal_tasks.stages.preflight import check_code, check_engines, check_inputs
 from areal_tasks.store.backend import open_store, store_url
@@ -36,6 +37,8 @@ from schemas.recipe.recipe import Recipe
 
 #: Modules of services that run as threads of this process.
 INLINE: Final = ("areal_tasks.engines.trainer.process", "areal_tasks.engines.embedded.process")
+#: Where a replay that keeps the rollouts runs users' code: the field that names it, and the stage that it begins with.
+REJUDGED: Final = (VERIFIER, "verify")
 
 
 def run_recipe(recipe: Recipe, name: str, **parameters: Any) -> dict[str, Any]:
@@ -192,6 +195,15 @@ def derived_name(stem: str, settings: list[str]) -> str:
     return f"{stem}-{digest_json(sorted(settings))[:6]}" if settings else stem
 
 
+def replay_name(origin: Origin, changes: Sequence[str], recipe: Recipe) -> str:
+    """The derived name of a replay with this recipe; another one after an edit of the code that the replay runs."""
+    at, generates = f"at {origin.iteration}" if origin.iteration else "", not origin.counterfactual
+    settings = [origin.replay_until, at, "on policy" if generates else ""]
+    digests = code_digests(recipe.model_dump(mode="json")).items()
+    code = [digest for field, digest in digests if generates or (field, origin.replay_from) == REJUDGED]
+    return derived_name(f"{origin.parent}-{origin.replay_from}", [*changes, *filter(None, settings), *code])
+
+
 def changes_text(changes: list[str]) -> str:
     """The changes as the end of a sentence."""
     return f", with {' '.join(changes)}" if changes else ", unchanged"
@@ -213,8 +225,8 @@ def replay(
     name, changes = run_and_changes(overrides)
     loaded = load_run(open_store(store), run)
     origin = Origin(run, at, "replay", not on_policy, start, until)
-    settings = [until, f"at {at}" if at else "", "on policy" if on_policy else ""]
-    name = name or derived_name(f"{run}-{start}", [*changes, *filter(None, settings)])
+    add_import_folder(Path.cwd())
+    name = name or replay_name(origin, changes, parse_recipe(parent_values(loaded, at), run, changes))
     from areal_tasks.stages.replay import replay_segments  # here: it imports torch, as the flow does
 
     check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)

@@ -31,6 +31,8 @@ CHANGED: dict[str, set[str]] = {
     "sft": set(),
 }
 NAMES = tuple(CHANGED)
+#: The stages that use the runs' own verifier. Which code made their results is not known: they are made again.
+BY_UNKNOWN_CODE = ("verify", "evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,7 @@ def standing(folder: Path, name: str) -> dict[str, str]:
     """The keys of what this version finds of the next iteration, by stage."""
     run, recipe = load_run(store_in(folder), name), today(folder, name)
     with Engines(run, recipe, folder / "logs") as engines:
+        engines.code = {}  # as then: keys had no digests of users' code
         return {stage: built.manifest.key for stage, built in Loop(run, recipe, engines).standing()[1].items()}
 
 
@@ -99,7 +102,8 @@ def test_it_is_resumed_with_the_values_it_was_begun_with(resumed: Path, unpacked
     assert run.head().iteration == 2 and len(run.segments) == 1  # type: ignore[union-attr]
     assert run.recipe_at(2) == before.recipe_at(2)
     made = {ref.key for ref in run.commit(1).stages}
-    assert set(unchanged(recorded(unpacked, name, 1), name).values()) <= made
+    open_then = unchanged(recorded(unpacked, name, 1), name)
+    assert {stage for stage, key in open_then.items() if key not in made} == open_then.keys() & set(BY_UNKNOWN_CODE)
     assert run.commit(1).state["replayed"]["difference"] < 1e-3, "trained again as it was trained then, to rounding"
     assert audit(store, name).defects == ()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from contextlib import suppress
-from dataclasses import replace
 
 from warm_processes import Popen
 
@@ -59,11 +58,3 @@ class Processes:
     def close(self) -> None:
         for task in self.tasks:
             task.cancel()
-
-
-class Elsewhere(Processes):
-    """Its tasks find modules in the folder ELSEWHERE first."""
-
-    def submit(self, task: Task) -> Running:
-        path = f"{os.environ['ELSEWHERE']}:{task.environment['PYTHONPATH']}"
-        return super().submit(replace(task, environment={**task.environment, "PYTHONPATH": path}))

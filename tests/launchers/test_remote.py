@@ -36,7 +36,6 @@ from areal_tasks.store import service_logs
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import node as node_path
-from areal_tasks.user_code import code_digests
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
 from schemas.recipe.launcher import Launcher
@@ -279,67 +278,22 @@ def test_services_speak_over_ipv6(begin: Begin, store: Store) -> None:
 
 def test_other_software_on_a_machine_is_named(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     own = node_agent.software() | {"torch": "1.0"}
-    monkeypatch.setattr("areal_tasks.launchers.remote.software_of", lambda _: own)
+    monkeypatch.setattr("areal_tasks.launchers.remote.software", lambda: own)
     supervisor = begin("ready")
     with pytest.raises(ServiceFailed, match=r"has other software than .*: torch .* instead of 1\.0"):
         supervisor.wait(["ready"])
 
 
-def test_other_code_of_the_user_on_the_machine_of_a_worker_is_named(
-    begin: Begin, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder, reward in (("here", 1), ("there", 2)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "my_judge.py").write_text(f"def judge(prompt, completion, answer): return {reward}")
-    monkeypatch.syspath_prepend(tmp_path / "here")
-    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "there"))
-    known = {"restart": 0, "store_url": store.url, "run": "r", "owner": 1}
-    recipe = {"reward": {"verifier": "my_judge:judge"}, "rollout": {"filters": None}}
-    supervisor = begin(type="processes:Elsewhere")
-    supervisor.start(MODULE, ServiceSpec(name="trainer", recipe=recipe, **known))
-    assert supervisor.wait(["trainer"]), "it runs none of that code"
-    supervisor.start(MODULE, ServiceSpec(name="rollout-0", recipe=recipe, **known))
-    with pytest.raises(ServiceFailed, match=r"has other software than .*: reward\.verifier \w+ instead of \w+"):
-        supervisor.wait(["rollout-0"])
+def test_leases_are_renewed_while_the_programs_files_are_read(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on, software = threading.Event(), threading.Event(), node_agent.software
 
-
-def test_the_code_of_a_package_counts_as_a_whole_and_none_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_flows" / "deep").mkdir(parents=True)
-    (tmp_path / "my_flows" / "deep" / "one.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    recipe = {"workflow": {"name": "my_flows.deep.one:Flow"}, "reward": {"verifier": "math"}}
-    before = code_digests(recipe)
-    (tmp_path / "my_flows" / "two.py").touch()
-    assert before.keys() == {"workflow.name"} and before != code_digests(recipe)
-    assert code_digests({"workflow": {"name": "no_such_package.x:y"}}) == {"workflow.name": ""}
-
-
-def test_what_is_no_file_counts_for_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Emacs's lock of a file that is being edited: a link to no file."""
-    (tmp_path / "judges").mkdir()
-    (tmp_path / "judges" / "one.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    recipe = {"reward": {"verifier": "judges.one:judge"}}
-    before = code_digests(recipe)
-    (tmp_path / "judges" / ".#one.py").symlink_to("me@here.4711")
-    (tmp_path / "judges" / "folder.py").mkdir()
-    assert code_digests(recipe) == before
-    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
-    assert code_digests(recipe) == before, "a package without __init__.py, found twice, as from its own folder"
-
-
-def test_leases_are_renewed_while_a_users_code_is_read(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, go_on, software_of = threading.Event(), threading.Event(), node_agent.software_of
-
-    def slow(spec: ServiceSpec) -> dict[str, str]:
-        if spec.name == "rollout-0":
+    def slow() -> dict[str, str]:
+        if not reading.is_set():
             reading.set()
             assert go_on.wait(LIMIT)
-        return software_of(spec)
+        return software()
 
-    monkeypatch.setattr("areal_tasks.launchers.remote.software_of", slow)
+    monkeypatch.setattr("areal_tasks.launchers.remote.software", slow)
     supervisor = begin("rollout-0")
     assert reading.wait(LIMIT)
     supervisor.start(

@@ -138,10 +138,10 @@ def test_only_with_filters_do_they_and_the_verifier_decide_what_a_group_contains
     [rollout] = [values for name, *_, values in asked_for(filtered) if name == "rollout"]
     assert rollout["rollout.filters.equal_rewards"] is True and "reward.verifier" in rollout
     other = "reward.unparseable_reward=-1"
-    assert made_with(plain, "p") == made_with(quickstart(other), "p") != made_with(filtered, "p")
-    assert made_with(filtered, "p") != made_with(quickstart("rollout.filters.equal_rewards=true", other), "p")
+    assert made_with(plain, "p", {}) == made_with(quickstart(other), "p", {}) != made_with(filtered, "p", {})
+    assert made_with(filtered, "p", {}) != made_with(quickstart("rollout.filters.equal_rewards=true", other), "p", {})
     more = quickstart("rollout.filters.equal_rewards=true", "rollout.filters.max_rejected=7")
-    assert made_with(filtered, "p") == made_with(more, "p")  # how long to try is no part of what is made
+    assert made_with(filtered, "p", {}) == made_with(more, "p", {})  # how long to try is no part of what is made
 
 
 def test_a_workflow_that_asks_for_verdicts_has_the_verifier_decide_what_its_groups_contain() -> None:
@@ -151,10 +151,10 @@ def test_a_workflow_that_asks_for_verdicts_has_the_verifier_decide_what_its_grou
     [(writes, values)] = [(writes, values) for name, _, _, writes, values in asked_for(asking) if name == "rollout"]
     assert writes == ("rollout", "judged") and "reward.verifier" in values and values["workflow.verifies"] is True
     other = "reward.unparseable_reward=-1"
-    assert made_with(plain, "p") == made_with(quickstart(*mine, other), "p")
-    assert made_with(asking, "p") not in (
-        made_with(plain, "p"),
-        made_with(quickstart(*mine, "workflow.verifies=true", other), "p"),
+    assert made_with(plain, "p", {}) == made_with(quickstart(*mine, other), "p", {})
+    assert made_with(asking, "p", {}) not in (
+        made_with(plain, "p", {}),
+        made_with(quickstart(*mine, "workflow.verifies=true", other), "p", {}),
     )
     with pytest.raises(UserError, match=r"workflow\.verifies: has no effect with workflow.name single_turn"):
         quickstart("workflow.verifies=true")

@@ -211,7 +211,7 @@ def test_sql_says_which_groups_are_dropped_since_other_settings_made_them(local_
     """As the next start of the run finds it."""
     run = open_run(local_store, "run", recipe())
     prompts = commit_stage(local_store, manifest(local_store, "run", 0, "prompts", {"prompts": table("prompts")}))
-    made = made_with(cast(RlhfRecipe, recipe()), run.read_stage(prompts).tables["prompts"].digest)
+    made = made_with(cast(RlhfRecipe, recipe()), run.read_stage(prompts).tables["prompts"].digest, {})
     spool(local_store, open_start(local_store, "run", 1, "other"), 1, 0, 1, 2, rejected=(3,))
     spool(local_store, open_start(local_store, "run", 1, made), 1, 2, 4)
     query = "SELECT group_id, state, lag, waiting_seconds >= 0 AS waits, reason FROM spool ORDER BY group_id"
@@ -235,7 +235,7 @@ def test_a_group_waits_that_was_also_made_with_other_settings(local_store: Store
     """The settings were changed, and changed back: what the first start wrote is used again."""
     run = open_run(local_store, "run", recipe())
     prompts = commit_stage(local_store, manifest(local_store, "run", 0, "prompts", {"prompts": table("prompts")}))
-    made = made_with(cast(RlhfRecipe, recipe()), run.read_stage(prompts).tables["prompts"].digest)
+    made = made_with(cast(RlhfRecipe, recipe()), run.read_stage(prompts).tables["prompts"].digest, {})
     spool(local_store, open_start(local_store, "run", 1, made), 1, 0, 1)
     spool(local_store, open_start(local_store, "run", 1, "other"), 1, 0, 1, 2)
     rollout = commit_stage(local_store, manifest(local_store, "run", 0, "rollout", {"rollout": rows(0)}))

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -21,6 +22,7 @@ import psutil
 from pydantic import BaseModel
 from starlette.applications import Starlette
 
+from areal_tasks.code_digests import VERIFIER, check_same_code, code_digests
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import InferenceClient
 from areal_tasks.engines.ends import Detokenizer, Ends
@@ -135,6 +137,8 @@ class Worker:
             with suppress(FileNotFoundError):  # on another machine; importing code from that folder then fails
                 os.chdir(order.folder)
             workflow = load_workflow(recipe.workflow.name, recipe.workflow.arguments)
+            here = {field: digest for field, digest in order.code.items() if field != VERIFIER}  # which checks itself
+            check_same_code(here, code_digests(order.recipe), f"of the rollout worker on {gethostname()}")
             prompts = await asyncio.to_thread(read_table, self._store, order.prompts, PROMPT_COLUMNS)
             prompt_of: Callable[[int], Prompt] = partial(prompt_of_group, prompts, seed=recipe.seed, order=order.order)
             if order.evaluates:
@@ -146,7 +150,7 @@ class Worker:
             self._client = await self._new_client(order, recipe, tokenizer)
             decides = judges_groups(recipe, sampling)
             judges = decides or (not order.evaluates and judges_in_advance(cast(RlhfRecipe, recipe)))
-            judge = self._judge(recipe, sampling, decides) if judges else None
+            judge = self._judge(recipe, sampling, decides, order.code) if judges else None
             if isinstance(workflow, IsolatedWorkflow):
                 self._resources.callback(workflow.close)
             writer = Writer(self._store, self._spec.run, self._spec.owner, order.made_with)
@@ -179,15 +183,16 @@ class Worker:
         await client.follow(order.serving)
         return client
 
-    def _judge(self, recipe: Generating, sampling: Rollout, decides: bool) -> Judge:
+    def _judge(self, recipe: Generating, sampling: Rollout, decides: bool, code: Mapping[str, str]) -> Judge:
         """Verifies samples for the recipe's filters and its workflow, or in advance."""
-        pool, filters = VerifierPool(recipe.reward), sampling.filters
+        pool, filters = VerifierPool(recipe.reward, code), sampling.filters
         self._resources.push_async_callback(asyncio.to_thread, pool.close)
 
         def verify(rows: Sequence[Row]) -> asyncio.Future[list[VerifyResult]]:
             return asyncio.wrap_future(pool.submit(rows))
 
-        return Judge(verify, judged_with(recipe), filters, load_function(filters), sampling.group_seconds, decides)
+        function, made_with = load_function(filters), judged_with(recipe, code)
+        return Judge(verify, made_with, filters, function, sampling.group_seconds, decides)
 
     def _detokenizer(self, order: Begin, tokenizer: Any) -> Detokenizer:
         if tokenizer is None and order.tokenizer:  # avoids the import of transformers

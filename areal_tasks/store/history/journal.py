@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
@@ -18,6 +19,8 @@ from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
 from schemas.manifest import ACTIONS, BEGINNINGS, ENDINGS, LogRecord
 
+#: How the first line of a start names the digest of users' code: this, and the recipe field that names it.
+CODE: Final = "code of "
 Details = Mapping[str, bool | int | float | str]
 
 
@@ -70,6 +73,15 @@ def end_of_start(store: Store, run: str, owner: int) -> LogRecord | None:
             if line.action in BEGINNINGS:
                 return None
     return None
+
+
+def code_of_last_start(store: Store, run: str) -> dict[str, str]:
+    """By recipe field, the digests of the users' code that the last start of the flow has logged; reads backwards."""
+    for n in range(log_length(store, run), 0, -1):
+        line = read_record(store, paths.log(run, n), LogRecord)
+        if line.action in BEGINNINGS:
+            return {name.removeprefix(CODE): str(v) for name, v in line.details.items() if name.startswith(CODE)}
+    return {}
 
 
 def log_length(store: Store, run: str) -> int:
