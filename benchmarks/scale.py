@@ -32,13 +32,13 @@ import pyarrow.parquet as pq
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.catalog import valid_compactions
 from areal_tasks.store.paths import run_record
-from areal_tasks.store.query import Session
+from areal_tasks.store.query import Session, without_nan
 from areal_tasks.store.retention.compact import compact_all
 from areal_tasks.store.runs import Run, load_run
 from benchmarks.scale_rows import flat_rows
 from benchmarks.scale_run import bytes_below, write_naive, write_run
 from benchmarks.store import machine
-from schemas.views import VIEWS, reward_or_null
+from schemas.views import VIEWS
 
 NAME = "scale"
 RESULTS = Path(__file__).parent / "results" / "scale-2cpu.txt"
@@ -113,8 +113,8 @@ def ask(store: Store, queries: Sequence[str], *, compacted: bool = True) -> list
 def naive(folder: Path) -> duckdb.DuckDBPyConnection:
     """The naive layout under the names that the questions use."""
     connection = duckdb.connect()
-    connection.execute(f"CREATE VIEW scalars AS SELECT * FROM read_parquet('{folder}/*.parquet')")
-    connection.execute(f"CREATE VIEW samples AS SELECT * REPLACE ({reward_or_null('scalars')}) FROM scalars")
+    without_nan(connection.read_parquet(f"{folder}/*.parquet")).create_view("scalars")
+    connection.execute("CREATE VIEW samples AS FROM scalars")
     connection.execute(next(view for view in VIEWS if view.name == "groups").define({"scalars"}))
     return connection
 

@@ -224,13 +224,6 @@ def _join(table: str, *names: str, **sources: str) -> Join:
     return Join(table, {name: name for name in names} | sources)
 
 
-def reward_or_null(table: str, column: str = "reward") -> str:
-    """The column, with NULL, which averages ignore, for the table's NaN of completions not judged or measured."""
-    return f"CASE WHEN isnan({table}.{column}) THEN NULL ELSE {table}.{column} END AS {column}"
-
-
-_GAP: Final = reward_or_null("scalars", "sample_logprob_gap")
-
 #: The column `lag`: versions between the weights that sampled a sample's oldest token and those that train on it.
 _LAG: Final = "CASE WHEN scalars.num_generated > 0 THEN scalars.iteration - scalars.version_min END AS lag"
 
@@ -268,7 +261,7 @@ VIEWS: Final = (
     _view(
         "samples",
         "scalars rollout",
-        f"SELECT scalars.* REPLACE ({reward_or_null('scalars')}, {_GAP}), {_LAG}{{columns}} FROM scalars{{joins}}",
+        f"SELECT scalars.*, {_LAG}{{columns}} FROM scalars{{joins}}",
         _join("rollout", "prompt", "completion", "answer"),
         _join("verify", "parsed", "detail"),
     ),
@@ -276,8 +269,7 @@ VIEWS: Final = (
     _view(
         "samples",
         "evaluate",
-        "SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions)"
-        f" REPLACE ({reward_or_null('evaluate')}) FROM evaluate",
+        "SELECT evaluate.* EXCLUDE (input_ids, loss_mask, logprobs, versions) FROM evaluate",
     ),
     _view(
         "tokens",
@@ -300,12 +292,11 @@ VIEWS: Final = (
         "groups",
         "scalars",
         "SELECT iteration, group_id, any_value(prompt_id) AS prompt_id, any_value(epoch) AS epoch, count(*) AS samples,"
-        " count(*) FILTER (kept) AS kept, avg(judged) AS reward, min(judged) AS reward_min, max(judged) AS reward_max,"
-        " stddev_pop(judged) AS reward_std, min(judged) = max(judged) AS zero_variance,"
+        " count(*) FILTER (kept) AS kept, avg(reward) AS reward, min(reward) AS reward_min, max(reward) AS reward_max,"
+        " stddev_pop(reward) AS reward_std, min(reward) = max(reward) AS zero_variance,"
         " sum(num_generated)::BIGINT AS tokens, count(*) FILTER (truncated) AS truncated,"
         " min(version_min) AS version_min, max(version_max) AS version_max"
-        " FROM (SELECT *, CASE WHEN isnan(reward) THEN NULL ELSE reward END AS judged FROM scalars)"
-        " GROUP BY iteration, group_id",
+        " FROM scalars GROUP BY iteration, group_id",
     ),
     _view(  # one row per server and iteration
         "servers",
@@ -319,7 +310,7 @@ VIEWS: Final = (
         "evaluations",
         "evaluate",
         "SELECT iteration, weights_version, count(*) AS samples, avg((verdict = 'correct')::INTEGER) AS accuracy,"
-        " avg(CASE WHEN isnan(reward) THEN NULL ELSE reward END) AS reward, avg(num_generated) AS tokens,"
+        " avg(reward) AS reward, avg(num_generated) AS tokens,"
         " avg(truncated::INTEGER) AS truncated FROM evaluate GROUP BY iteration, weights_version",
     ),
 )

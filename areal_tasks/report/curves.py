@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.recipe.sections import REASONS
-from schemas.views import reward_or_null
 
 DIGITS: Final = 5  # significant; a screen shows three
 
@@ -169,13 +168,13 @@ CHARTS: Final = (
 _REJECTED: Final = ", ".join(f"coalesce(metrics['rejected_{reason}'], 0) AS {reason}" for reason in REASONS)
 
 _STEPS: Final = """
-SELECT {x} AS x, avg(loss) AS loss, min(loss) AS loss_low, max(loss) AS loss_high, avg(kl) AS kl,
-       avg(approx_kl) AS approx_kl, avg(entropy) AS entropy, avg(clip_fraction) AS clip, avg(grad_norm) AS grad_norm,
-       min(grad_norm) AS grad_norm_low, max(grad_norm) AS grad_norm_high, arg_max(lr, step) AS lr,
-       avg(logprob_gap_mean) FILTER (NOT isnan(logprob_gap_mean)) AS gap,
-       max(logprob_gap_max) FILTER (NOT isnan(logprob_gap_max)) AS gap_max,
-       avg(ratio_outside) FILTER (NOT isnan(ratio_outside)) AS outside, sum(skipped::int) AS skipped
-FROM {source} GROUP BY 1 ORDER BY 1"""
+SELECT {x} AS x, avg(made.loss) AS loss, min(made.loss) AS loss_low, max(made.loss) AS loss_high, avg(made.kl) AS kl,
+       avg(made.approx_kl) AS approx_kl, avg(made.entropy) AS entropy, avg(made.clip_fraction) AS clip,
+       avg(made.grad_norm) AS grad_norm, min(made.grad_norm) AS grad_norm_low, max(made.grad_norm) AS grad_norm_high,
+       arg_max(lr, step) AS lr, avg(logprob_gap_mean) AS gap, max(logprob_gap_max) AS gap_max,
+       avg(ratio_outside) AS outside, sum(skipped::int) AS skipped
+FROM (SELECT *, CASE WHEN tokens > 0 AND NOT skipped THEN steps END AS made FROM {source} AS steps)
+GROUP BY 1 ORDER BY 1"""
 
 _STEP_LINES: Final = (
     Line("loss", "loss", band="loss"),
@@ -200,13 +199,13 @@ _TOKEN_LINES: Final = (
 SOURCES: Final = (
     Source(
         frozenset({"scalars"}),
-        f"""
+        """
         SELECT iteration AS x, avg(reward) AS reward, avg((verdict = 'correct')::int) AS correct,
                avg(num_generated) AS length, quantile_cont(num_generated, 0.1) AS length_low,
                quantile_cont(num_generated, 0.9) AS length_high, avg(truncated::int) AS truncated,
                avg((verdict = 'unparseable')::int) AS unparseable,
                avg((verdict IN ('timeout', 'error'))::int) AS unverified, avg((NOT kept)::int) AS dropped
-        FROM (SELECT * REPLACE ({reward_or_null("scalars")}) FROM scalars) GROUP BY 1 ORDER BY 1""",
+        FROM scalars GROUP BY 1 ORDER BY 1""",
         (
             Line("reward", "reward"),
             Line("accuracy", "correct", "training samples", only_if_any=True),
@@ -219,11 +218,10 @@ SOURCES: Final = (
     ),
     Source(
         frozenset({"scalars"}),
-        f"""
+        """
         SELECT iteration AS x, avg((spread = 0)::int) AS signal FROM (
           SELECT iteration, max(reward) - min(reward) AS spread
-          FROM (SELECT iteration, group_id, {reward_or_null("scalars")} FROM scalars)
-          GROUP BY iteration, group_id HAVING count(*) > 1
+          FROM scalars GROUP BY iteration, group_id HAVING count(*) > 1
         ) GROUP BY 1 ORDER BY 1""",
         (Line("signal", "signal"),),
     ),

@@ -14,7 +14,6 @@ import numpy as np
 from areal_tasks.report.curves import number, tables_of
 from areal_tasks.store.query import Session
 from schemas.errors import UserError
-from schemas.views import reward_or_null
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ ChosenSamples = dict[Key, list[str]]  # sample -> why it was chosen
 
 #: Query per table for the columns that the choices below use. A run has trained samples, evaluations, or both.
 _CANDIDATES: Final = {
-    "scalars": f"SELECT iteration, -1 AS version, sample_id, group_id, sample_index, verdict,"
-    f" num_generated AS length, {reward_or_null('scalars')} FROM scalars",
+    "scalars": "SELECT iteration, -1 AS version, sample_id, group_id, sample_index, verdict,"
+    " num_generated AS length, reward FROM scalars",
     "evaluate": "SELECT iteration, weights_version AS version, sample_id, group_id, sample_index, verdict,"
-    f" num_generated AS length, {reward_or_null('evaluate')} FROM evaluate",
+    " num_generated AS length, reward FROM evaluate",
     "batch": "SELECT iteration, -1 AS version, sample_id, prompt_id AS group_id, 0 AS sample_index, '' AS verdict,"
     " num_tokens AS length, NULL::float AS reward FROM batch",
 }

@@ -211,7 +211,7 @@ class RunViews:
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
         connection.execute(f"SET schema = '{schema}'")
         for name, dataset in self.lazies.items():
-            connection.from_arrow(dataset).create_view(name)
+            without_nan(connection.from_arrow(dataset)).create_view(name)
         connection.execute("SET schema = 'main'")
         self.define(frozenset())
 
@@ -244,6 +244,15 @@ class RunViews:
         else:
             columns = f"'{self.catalog.run.name}' AS run, *" + (" RENAME (run AS made_by)" if view in _MADE_BY else "")
         return f"SELECT {columns} FROM {self.schema}.{view}"
+
+
+def without_nan(relation: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
+    """The rows with NULL for NaN. DuckDB's aggregates leave out NULL alone: one NaN would be the mean of its group."""
+    columns = zip(relation.columns, relation.types, strict=True)
+    changed = [
+        f"CASE WHEN NOT isnan({c}) THEN {c} END AS {c}" for c, kind in columns if str(kind) in ("FLOAT", "DOUBLE")
+    ]
+    return relation.project(f"* REPLACE ({', '.join(changed)})") if changed else relation
 
 
 def tables_by_view(catalog: Catalog) -> dict[str, str]:

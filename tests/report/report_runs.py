@@ -98,6 +98,7 @@ def steps(iteration: int, count: int = 2) -> list[Row]:
             "logprob_gap_mean": 1e-6 if i == 0 else float("nan"),
             "logprob_gap_max": 1e-5 if i == 0 else float("nan"),
             "ratio_outside": 0.0 if i == 0 else float("nan"),
+            "tokens": 50,
             "total_tokens": 100,
         }
         for i in range(count)

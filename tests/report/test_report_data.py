@@ -6,17 +6,20 @@ import json
 import tarfile
 from pathlib import Path
 
+import duckdb
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import WORDS, Row, make_run, rows, sample, store_of
+from report_runs import WORDS, Row, full, make_run, rows, sample, steps, store_of
 from stage_driver import drive, tiny, tiny_evaluation, tiny_sft
 from stage_driver import store_in as driven
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from areal_tasks.engines.trainer.metrics import summary
 from areal_tasks.report import samples, tokens
-from areal_tasks.report.curves import Series, downsample, number
+from areal_tasks.report.curves import _STEPS, Series, downsample, number
 from areal_tasks.report.facts import differences
 from areal_tasks.report.page import Payload, make_report
 from areal_tasks.report.tokens import texts_of
@@ -24,6 +27,7 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.opening import open_run
+from areal_tasks.store.query import Session, without_nan
 from areal_tasks.store.run_list import list_runs
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -65,6 +69,42 @@ def test_curves_are_those_of_the_rows(store: Store) -> None:
     assert line(run, "grad_norm") == {"name": "", "x": [0, 1, 2], "y": [1.5] * 3, "lo": [1] * 3, "hi": [2] * 3}
     assert line(run, "gap", "greatest")["y"] == [1e-5] * 3
     assert {stage["name"] for stage in run["curves"]["stages"]} >= {"rollout", "verify", "train"}
+
+
+_BROKEN = st.sampled_from([float("nan"), float("inf")])
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), _BROKEN | st.none(), st.booleans()), min_size=1, max_size=6))
+def test_a_skipped_step_counts_in_no_mean_as_in_the_stages_metric(made: list[tuple[float, float | None, bool]]) -> None:
+    """Whether its loss is NaN, its gradient is not finite, or both are numbers; nor does a step without tokens."""
+    found = []
+    for value, broken, empty in made:
+        measured = dict.fromkeys(("loss", "grad_norm", "entropy", "kl", "approx_kl", "clip_fraction"), value)
+        bad = {} if broken is None else {"loss": float("nan"), "grad_norm": broken}
+        step = steps(0)[1]
+        found.append(full("train_steps", step | measured | bad | {"skipped": bool(bad), "tokens": 0 if empty else 5}))
+    expected = summary(found)
+    rows = pa.Table.from_pylist([row | {"iteration": 0} for row in found])
+    with duckdb.connect() as connection:
+        without_nan(connection.from_arrow(rows)).create_view("train_steps")
+        [row] = connection.sql(_STEPS.format(x="iteration", source="train_steps")).to_arrow_table().to_pylist()
+    for name, column in {**{name: name for name in measured}, "clip_fraction": "clip"}.items():
+        assert row[column] == (pytest.approx(expected[name]) if name in expected else None)
+
+
+def test_sql_has_null_where_tables_have_nan(store: Store) -> None:
+    """In every view: one NaN would be the mean of its group."""
+    nan = float("nan")
+    unknown = {"reward": nan, "shaped_reward": nan, "verify_seconds": nan, "seconds": nan, "sample_loss": nan}
+    make_run(store, "a", [[*rows(0)[:4], *(sample(0, i, **unknown) for i in range(4, 8))]])
+    with Session(store, "a") as session:
+        names = [row["name"] for row in session.sql("SHOW TABLES").to_pylist()]
+        for name in names:
+            table = session.sql(f"FROM {name}")
+            floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
+            assert not any(np.isnan(table[column].drop_null().to_numpy()).any() for column in floats), name
+        [row] = session.sql("SELECT avg(reward) AS all, avg(shaped_reward) AS shaped FROM scalars").to_pylist()
+    assert row == {"all": 0.5, "shaped": 0.5} and {"samples", "groups", "verify", "evaluations"} <= set(names)
 
 
 def test_what_never_happened_has_no_curve(store: Store) -> None:
