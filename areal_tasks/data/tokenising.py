@@ -32,7 +32,7 @@ def render_prompts(
     texts = render_messages(rows, messages, data, tokenizer)
     ids = _encoded(texts, data, tokenizer)
     if max_new_tokens is None:
-        rooms = [len(answer) for answer in encode_answers([row.answer for row in rows], tokenizer)]
+        rooms = [len(answer) for answer in encode_answers(texts, [row.answer for row in rows], tokenizer)]
     else:
         rooms = [max_new_tokens] * len(rows)
     _check_known(rows, texts, ids, tokenizer, added=[] if data.chat else tokenizer("")["input_ids"])
@@ -104,12 +104,27 @@ def _added_behind(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     return next((len(whole) - len(bare) - start for start in starts if whole[start : start + len(bare)] == bare), 0)
 
 
-def encode_answers(answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each answer, the end-of-sequence token last."""
+def encode_answers(texts: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each answer as it continues its text, the end-of-sequence token last.
+
+    Where the answer's first characters would join the text's last token, as it continues a line break: encoded by
+    itself, it would get a blank in front by most SentencePiece tokenizers.
+    """
     if tokenizer.eos_token_id is None:
         raise UserError("this model's tokenizer names no end-of-sequence token (eos_token), so answers cannot end")
-    encoded = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
-    return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+
+    def continuing(before: Sequence[str], after: Sequence[str]) -> list[list[int] | None]:
+        """The ids of `after` that follow those of `before`; None where these are others than without `after`."""
+        joined = [one + other for one, other in zip(before, after, strict=True)]
+        begun, whole = (tokenizer(list(each), add_special_tokens=False)["input_ids"] for each in (before, joined))
+        return [w[len(b) :] if w[: len(b)] == b else None for b, w in zip(begun, whole, strict=True)]
+
+    found = continuing(texts, answers)
+    for before in ("\n", ""):
+        if missing := [i for i, ids in enumerate(found) if ids is None]:
+            for i, ids in zip(missing, continuing([before] * len(missing), [answers[i] for i in missing]), strict=True):
+                found[i] = ids
+    return [[*(ids or ()), tokenizer.eos_token_id] for ids in found]
 
 
 def _check_known(
@@ -149,13 +164,13 @@ class Example:
     loss_mask: list[bool]
 
 
-def sft_examples(prompts: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def sft_examples(prompts: pa.Table, data: Data, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """Demonstrations from rows of the table PROMPTS: the answer and the end token count in the loss.
 
     The prompt's ids are exactly those from which rollouts generate.
     """
     columns = [prompts.column(name).to_pylist() for name in ("prompt_id", "prompt", "answer", "input_ids")]
-    answers = encode_answers(columns[2], tokenizer)
+    answers = encode_answers(_rendered(columns[1], data, tokenizer), columns[2], tokenizer)
     return [
         Example(number, prompt, answer, [*ids, *more], [False] * len(ids) + [True] * len(more))
         for number, prompt, answer, ids, more in zip(*columns, answers, strict=True)

@@ -16,11 +16,11 @@ def batch(recipe: SftRecipe) -> Stage:
     return Stage(
         name="batch",
         kind=Kind.PURE,
-        version=1,
+        version=2,  # 1: an answer was encoded by itself
         run=run,
         reads=columns("prompts", "prompt_id", "prompt", "answer", "input_ids"),
         writes=("batch",),
-        fields=("algorithm",),
+        fields=("algorithm",),  # those of `data` have entered the key of the prompts
         source=True,
     )
 
@@ -33,7 +33,7 @@ def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     places = range(context.next_group, context.next_group + demonstrations(recipe))
     order = context.run.record.order
     rows = prompts.take([row_of_group(g, len(prompts), recipe.seed, order) for g in places])
-    examples = sft_examples(rows, context.engines.tokenizer)
+    examples = sft_examples(rows, recipe.data, context.engines.tokenizer)
     table = batch_table(places, len(prompts), examples, recipe.algorithm.batch_size)
     return Output({"batch": table}, {"tokens": float(sum(table["num_tokens"].to_pylist()))})
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
+from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -111,7 +114,7 @@ def test_an_unknown_token_that_also_begins_prompts_is_no_unknown_character_there
 
 def test_demonstrations_train_the_answer_and_its_end_only(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = render_prompts(ROWS, data(), tokenizer, 16, None)
-    for row, example in zip(ROWS, sft_examples(prompts, tokenizer), strict=True):
+    for row, example in zip(ROWS, sft_examples(prompts, data(), tokenizer), strict=True):
         trained = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
         assert trained[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(trained[:-1]) == row.answer == example.completion
@@ -121,16 +124,43 @@ def test_demonstrations_train_the_answer_and_its_end_only(tokenizer: PreTrainedT
 
 def test_demonstrations_begin_with_what_generation_begins_with(chatty: PreTrainedTokenizerFast) -> None:
     prompts = render_prompts(ROWS, data(chat=True), chatty, 64, None)
-    for ids, example in zip(prompts.column("input_ids").to_pylist(), sft_examples(prompts, chatty), strict=True):
+    for ids, example in zip(
+        prompts.column("input_ids").to_pylist(), sft_examples(prompts, data(chat=True), chatty), strict=True
+    ):
         assert example.input_ids[: len(ids)] == ids
         assert not any(example.loss_mask[: len(ids)])
+
+
+WORDS = st.text(alphabet="ab= \n", max_size=6)
+
+
+@given(WORDS.filter(str.strip), WORDS, st.sampled_from(["always", "first", "never"]), st.booleans(), st.data())
+def test_an_answer_continues_its_prompt_as_text_does(
+    prompt: str, answer: str, scheme: str, split: bool, drawn: st.DataObject
+) -> None:
+    """SentencePiece's tokenizers, which put a blank before what begins a text: none comes between prompt and answer."""
+    pieces = drawn.draw(st.sets(st.text(alphabet="ab=\u2581", min_size=2, max_size=3)), label="merged pieces")
+    vocabulary = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        *((c, -3.0) for c in "ab=\u2581\n"),
+        *((p, -2.0) for p in sorted(pieces)),
+    ]
+    backend = Tokenizer(Unigram(vocabulary, unk_id=0))
+    backend.pre_tokenizer = Metaspace(prepend_scheme=scheme, split=split)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    prompts = render_prompts([Row(0, prompt, answer)], data(), tokenizer, 64, None)
+    [example] = sft_examples(prompts, data(), tokenizer)
+    tokens = [backend.id_to_token(i) for i in example.input_ids[:-1]]
+    lead = "" if scheme == "never" or prompt.startswith(" ") else " "  # what the tokenizer itself puts first
+    assert "".join(tokens).replace("\u2581", " ") == lead + prompt + answer
 
 
 def test_a_tokenizer_without_an_end_cannot_be_tuned(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = render_prompts(ROWS, data(), tokenizer, 16, 4)
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="names no end-of-sequence token"):
-        sft_examples(prompts, tokenizer)
+        sft_examples(prompts, data(), tokenizer)
 
 
 @pytest.mark.skipif(
@@ -142,7 +172,7 @@ def test_gsm8k_with_a_real_tokenizer() -> None:
     gsm8k = data(source=f"{os.environ['AREAL_TEST_GSM8K']}/{{split}}.jsonl", chat=True, limit=50)
     rows = load_rows(gsm8k, "train")
     prompts = render_prompts(rows, gsm8k, tokenizer, 1024, None)
-    for row, example in zip(rows, sft_examples(prompts, tokenizer), strict=True):
+    for row, example in zip(rows, sft_examples(prompts, gsm8k, tokenizer), strict=True):
         trained = [token for token, mask in zip(example.input_ids, example.loss_mask, strict=True) if mask]
         assert row.prompt in tokenizer.decode(example.input_ids)
         assert tokenizer.decode(trained) == row.answer + tokenizer.eos_token
