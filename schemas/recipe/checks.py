@@ -149,6 +149,11 @@ def check_training(r: RlhfRecipe | SftRecipe) -> Iterator[str]:
     steps = r.schedule.iterations * (r.algorithm.minibatches if r.flow == "rlhf" else r.algorithm.steps)
     if trainer.warmup_steps >= steps:
         yield f"trainer.warmup_steps: {trainer.warmup_steps} is not over within the run's {steps} steps; lower it"
+    elif trainer.warmup_steps == steps - 1 > 0 and trainer.lr_schedule != "constant":
+        yield (
+            f"trainer.warmup_steps: {trainer.warmup_steps} leaves one of the run's {steps} steps, at the peak: the "
+            f"{trainer.lr_schedule} decay needs two; lower it, or set trainer.lr_schedule to constant"
+        )
 
 
 def check_weights_every(r: RlhfRecipe) -> Iterator[str]:

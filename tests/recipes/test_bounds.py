@@ -198,6 +198,8 @@ def train_a_little(recipe: RlhfRecipe | SftRecipe) -> None:
     options, total = recipe.trainer, read_settings(recipe.model_dump(mode="json")).total_steps
     rates = [learning_rate(step, total, options) for step in (0, total // 2, total - 1)]
     assert all(0 <= rate <= options.lr for rate in rates)
+    decays = options.lr_schedule != "constant" and total > 1
+    assert rates[-1] == pytest.approx(options.lr * (options.lr_final if decays else 1), rel=1e-12)
     lengths = torch.tensor([1, 2, min(recipe.model.max_length, 500)])
     micro = micro_batches(lengths, options.micro_batch_tokens, options.layout)
     assert sorted(set(micro.tolist())) == list(range(int(micro.max()) + 1))

@@ -45,6 +45,7 @@ REFUSED = [
     ("trainer.micro_batch_tokens", "gsm8k", "trainer.micro_batch_tokens=512", "no sample of model.max_length 1024"),
     ("trainer.lr_schedule", "gsm8k", "trainer.lr_schedule=cosine", "no effect with lr_final 1; set lr_final below 1"),
     ("trainer.warmup_steps", "quickstart", "trainer.warmup_steps=1000", "1000 is not over within the run's 1000 steps"),
+    ("trainer.warmup_steps", "quickstart", "trainer.warmup_steps=999", "leaves one of the run's 1000 steps, at"),
     ("trainer.warmup_steps", "quickstart-sft", "trainer.warmup_steps=125", "within the run's 125 steps"),
     ("evaluation.max_new_tokens", "gsm8k", "evaluation.max_new_tokens=1024", "leaves no room for a prompt"),
     ("evaluation.samples", "evaluate-gsm8k", "evaluation.samples=4", "greedy completions are all the same; set"),

@@ -24,7 +24,8 @@ def learning_rate(step: int, total: int, settings: Trainer) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
     Linear warm-up reaches `lr` with its last step; then constant, linear or cosine (Loshchilov and Hutter,
-    arXiv:1608.03983, eq. 5) decay, which reaches `lr_final · lr` with step total - 1 and stays there.
+    arXiv:1608.03983, eq. 5) decay, which reaches `lr_final · lr` with step total - 1 and stays there; a run of one step
+    has `lr`.
     """
     warmup = settings.warmup_steps
     if step < warmup:
