@@ -22,7 +22,8 @@ class Bound:
     """The treatment of large and small weights.
 
     `cap`: min(w, high), truncated importance sampling (E. L. Ionides, J. Comput. Graph. Stat. 17(2), 2008).
-    `mask`: w within [low, high], else 0, so that the token has no gradient: IcePop (arXiv:2510.18855), .5 and 5 there.
+    `mask`: w within [low, high], else 0: the token has no policy gradient, as in IcePop (arXiv:2510.18855; .5 and 5
+    there). A KL term of the loss, which is no function of w, keeps its own.
     """
 
     how: Literal["cap", "mask"]

@@ -54,8 +54,8 @@ class Grpo(Section):
         before="cap",
         renamed_from="behaviour_bound",
         description="How the behaviour weight π_proximal/π_behaviour is bounded. `cap`: at most `tis_cap` "
-        "(truncated importance sampling). `mask`: 0, and no gradient, outside `tis_low` and `tis_high` "
-        "(IcePop).",
+        "(truncated importance sampling). `mask`: 0 outside `tis_low` and `tis_high` (IcePop), so no policy gradient; "
+        "the KL term of `kl: loss` is not masked.",
     )
     tis_cap: float = semantic(
         2.0,

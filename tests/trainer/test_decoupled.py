@@ -108,6 +108,16 @@ def test_the_first_pass_of_one_minibatch_is_the_weighted_policy_gradient(
     torch.testing.assert_close(gradient, -weight * torch.tensor(advantages))
 
 
+def test_the_mask_of_the_behaviour_weights_is_of_the_policy_gradient_alone() -> None:
+    """The first token is masked: what is left of its gradient is that of the KL term, 1 - π_reference / π."""
+    columns = {"behaviour": [-9.0, -1.0], "proximal": [-1.0, -1.0], "reference": [-2.0, -2.0], "advantages": [2.0, 2.0]}
+    chosen = replace(made(algorithm={"kl": "loss", "kl_coef": 0.5}), behaviour=Bound("mask", 5.0, 0.5))
+    found, gradient = stats(columns, [-1.0, -1.0], chosen)
+    assert found["policy_loss"].tolist() == [0.0, -2.0]
+    kl = 0.5 * (1 - math.exp(-1.0))
+    torch.testing.assert_close(gradient, torch.tensor([kl, -2.0 + kl]))
+
+
 def test_tokens_with_a_log_ratio_above_the_bound_are_counted_once_each() -> None:
     """The policy above the proximal one, that above the behaviour policy, the reference above the policy; below is
     no matter."""
