@@ -72,7 +72,7 @@ LONGEST_PAUSE_SECONDS: Final = 15.0
 def prepare(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str, Origin | None]:
     """What `execute` takes: the recipe with its overrides, the name of the run, and for a new fork its origin.
 
-    The name is `run`, or `<recipe>-<flow run name>`, so that a retried flow run resumes its own run. UserError if the
+    The name is that of the flow run (`run_name`), so that a retried flow run resumes its own run. UserError if the
     recipe cannot be used here.
     """
     begin_flow()
@@ -80,9 +80,16 @@ def prepare(recipe: R, run: str, overrides: str, fork: str = "") -> tuple[R, str
     load_s3_keys(recipe.store.url)
     check_engines(recipe)  # type: ignore[arg-type]
     check_code(recipe)  # type: ignore[arg-type]
-    flow_name = flow_run.get_name()
-    name = run or (f"{recipe.name}-{flow_name}" if flow_name else recipe.name)
+    name = run or flow_run.get_name() or recipe.name
     return recipe, name, read_fork(fork) if fork else None
+
+
+def run_name() -> str:
+    """The name of a flow run and of its run: the parameter `run`, or the recipe's or original's and a random one."""
+    given, name = flow_run.get_parameters(), flow_run.get_name() or ""
+    recipe = given.get("recipe")
+    stem = given["original"] if recipe is None else recipe["name"] if isinstance(recipe, dict) else recipe.name
+    return given.get("run") or (name if name.startswith(f"{stem}-") else f"{stem}-{name}")  # a retry has it already
 
 
 def begin_flow() -> None:

@@ -16,12 +16,12 @@ from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart
 from areal_tasks.store.history.diff_curves import Section, compare_replay
 from areal_tasks.store.runs import load_run
 from flows.credentials import load_s3_keys
-from flows.execute import begin_flow, execute, split_overrides
+from flows.execute import begin_flow, execute, run_name, split_overrides
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
 
 
-@flow(name="replay", validate_parameters=True)
+@flow(name="replay", flow_run_name=run_name, validate_parameters=True)
 def replay(
     original: str,
     start: ReplayStart,
@@ -38,7 +38,7 @@ def replay(
         original: Name of the run to replay.
         start: The first stage that is built again: verify, advantage or train.
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `trainer.lr=1e-5`.
-        run: Name of the run that holds the result; the same name again resumes it. Empty: from the flow run's name.
+        run: Name of the run that holds the result; the same name again resumes it. Empty: original and a random name.
         until: The last stage that is built: verify or advantage, without training. Empty: all of them.
         at: The first iteration that is replayed; earlier ones are shared.
         on_policy: Generate again from the first iteration that the change affects.
@@ -46,7 +46,7 @@ def replay(
     """
     begin_flow()
     load_s3_keys(store)
-    loaded, name = load_run(open_store(store), original), run or f"{original}-{flow_run.get_name() or 'replay'}"
+    loaded, name = load_run(open_store(store), original), run or flow_run.get_name() or f"{original}-replay"
     origin = Origin(original, at, "replay", not on_policy, start, until)
     segments = replay_segments(loaded, origin, name, split_overrides(overrides))
     recipe = segments[-1][1]

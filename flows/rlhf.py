@@ -8,19 +8,19 @@ from prefect import flow
 
 from areal_tasks.stages.preflight import check_inputs
 from areal_tasks.store.fork import Origin
-from flows.execute import execute, prepare, with_restarts
+from flows.execute import execute, prepare, run_name, with_restarts
 from flows.sft import sft
 from schemas.recipe.load import sft_run_name, warm_start
 from schemas.recipe.recipe import RlhfRecipe
 
 
-@flow(name="rlhf", validate_parameters=True)
+@flow(name="rlhf", flow_run_name=run_name, validate_parameters=True)
 def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "") -> dict[str, Any]:
     """Reinforcement learning from verified rewards.
 
     Args:
         recipe: The whole configuration; a deployment fills it in from its file.
-        run: Name of the run. The name of an existing run resumes it. Empty: recipe name and flow run name.
+        run: Name of the run. The name of an existing run resumes it. Empty: recipe name and a random one.
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `schedule.iterations=50`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """

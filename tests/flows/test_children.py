@@ -86,6 +86,7 @@ def test_a_deployments_parameters_fork_and_its_recipe_is_obeyed(whole: Path, api
 
 def test_the_command_replays_compares_and_tells_reuse_from_build(whole: Path, api: str, say: Say) -> None:
     out, _ = say("replay", "whole", "--from", "advantage", "algorithm.reward_norm=mean", "run=mean")
+    assert found(api, "flow_runs", sort="EXPECTED_START_TIME_DESC", limit=1)[0]["name"] == "mean"
     assert "run mean is a replay of 'whole' from advantage, with its rollouts, with algorithm.reward_norm=mean" in out
     assert "advantage of a sample" in out and "loss" in out and "run mean: 3 iterations in" in out
     states = states_of_last(
