@@ -15,7 +15,7 @@ import ast
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -45,8 +45,8 @@ def code_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 def code_values(code: Mapping[str, str], fields: Collection[str]) -> dict[str, str]:
     """The values that the digests `code` add to a key that covers the recipe fields, or whole sections, `fields`."""
-    covered = {field: [field, *_sections(field)] for field in code}
-    return {f"code of {field}": code[field] for field in code if not set(covered[field]).isdisjoint(fields)}
+    covered = (field for field in code if any(f"{field}.".startswith(f"{part}.") for part in fields))
+    return {f"code of {field}": code[field] for field in covered}
 
 
 def check_same_code(expected: Mapping[str, str], found: Mapping[str, str], where: str) -> None:
@@ -90,11 +90,6 @@ def _read(package: str) -> str:
             found[name], more = _digest_and_imports(places)
             names += more
     return _short(json.dumps(found, sort_keys=True)) if found.get(package) else ""
-
-
-def _sections(field: str) -> Iterator[str]:
-    while field := field.rpartition(".")[0]:
-        yield field
 
 
 def _places(name: str) -> list[Path]:
