@@ -178,11 +178,12 @@ def encode_sample(key: Key, row: Mapping[str, Any], why: Sequence[str]) -> dict[
     texts = {name: cut_text(row[name]) for name in _TEXTS if row.get(name)}
     plain = {name: row[name] for name in _PLAIN if row.get(name) not in (None, "")}
     numbers = {name: number(row[name]) for name in _NUMBERS if row.get(name) is not None}
+    unknown = {"reward": None} if row.get("verdict") else {}  # unlike a demonstration, which can have none
     marks = {"truncated": row.get("truncated"), "dropped": row.get("kept") is False}
     flags = {name: True for name, is_set in marks.items() if is_set}
     version = {"evaluated": key.version} if key.table == "evaluate" else {}
     about = {"table": key.table, "id": key.sample_id, "it": key.iteration, "why": list(why)}
-    return {**about, **version, **texts, **plain, **numbers, **flags, "tokens": encode_tokens(row)}
+    return {**about, **version, **texts, **plain, **unknown, **numbers, **flags, "tokens": encode_tokens(row)}
 
 
 def encode_tokens(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from schemas.recipe.recipe import Recipe
 CHANGED: dict[str, set[str]] = {
     "grpo": set(),
     "kl": {"advantage", "train", "publish", "scalars"},  # KL in the reward: of proximal logprobs, and measured by train
-    "sft": set(),
+    "sft": {"batch", "train", "publish"},  # answers are encoded as they continue prompts: here, to the same tokens
 }
 NAMES = tuple(CHANGED)
 #: The stages that use the runs' own verifier. Which code made their results is not known: they are made again.
