@@ -144,6 +144,8 @@ class IterationCommit(StoredRecord):
     published: WeightsRef | None = Field(
         default=None, description="weights of version K, if written only after the previous commit"
     )
+    log: str = Field(default="", description="SHA-256 of the bytes of the run's last log line then; or empty")
+    log_records: int = Field(default=0, description="how many lines the log had, at least")
     provenance: Provenance
 
     @property

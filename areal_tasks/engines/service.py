@@ -220,7 +220,8 @@ def register(spec: ServiceSpec, url: str) -> None:
         pid=os.getpid(),
         started=datetime.now(UTC).isoformat(),
     )
-    open_store(spec.store_url).create(service_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
+    path = service_path(spec.run, spec.owner, spec.name, spec.restart)
+    open_store(spec.store_url).create(path, record.encode(path))
 
 
 def part_name(server: str, node: int) -> str:

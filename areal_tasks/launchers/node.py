@@ -266,9 +266,9 @@ def run(folder: Path, job: NodeJob) -> int:
         certificate=identity.certificate,
         software=software(),
     )
-    server = serve(agent, listener)
+    server, path = serve(agent, listener), node_path(spec.run, spec.owner, spec.name, spec.restart)
     try:
-        open_store(spec.store_url).create(node_path(spec.run, spec.owner, spec.name, spec.restart), record.encode())
+        open_store(spec.store_url).create(path, record.encode(path))
     except Exists:
         log.error("this start of %s has run already, and the cluster system has started it again: ending", spec.name)
         return PREEMPTED

@@ -27,6 +27,7 @@ from areal_tasks.stages.publish import published_late, unwritten
 from areal_tasks.stages.stage import Context, Kind, Stage, demonstrations
 from areal_tasks.store.changes import Changes
 from areal_tasks.store.commit import new_attempt
+from areal_tasks.store.history.journal import LogHead, log_head
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.reachable import (
@@ -67,6 +68,7 @@ class Loop:
         self.head = self.run.head()
         self._digest = ""  # of the head, once it is known
         self.last = iterations(self.recipe)  # the run's total number of iterations
+        self._log = LogHead()
         self._recipes: dict[int, Recipe] = {}  # by number of their segment
         self._changes = Changes(self.engines.check)
         self.restored: WeightsRef | None = None  # replaces the head's weights
@@ -339,6 +341,7 @@ class Loop:
     def _commit(self, context: Context, built: Mapping[str, Built], started: str) -> None:
         weights = self._new_weights(context, built)
         checkpoint, seconds = self._checkpoint(context, built)
+        self._log = log_head(self.run.store, self.run.name, self._log)
         commit = IterationCommit(
             run=self.run.name,
             iteration=context.iteration,
@@ -351,6 +354,8 @@ class Loop:
             state=self._state(context, seconds),
             restored=self.restored,
             published=published_late(self.run.store, built.values(), context.iteration),
+            log=self._log.digest,
+            log_records=self._log.lines,
             provenance=make_provenance(self.run.owner, started, prefect_flow_run_id=self.ids.flow_run),
         )
         self.head, self.restored, self._digest = self.run.commit_iteration(commit), None, ""

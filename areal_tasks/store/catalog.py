@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
-from areal_tasks.store.commit import bytes_digest, last_number, read_record
+from areal_tasks.store.commit import bytes_digest, read_record
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import utc
 from areal_tasks.store.reachable import Reached, reachable
@@ -57,7 +57,7 @@ class Region:
 
     @cached_property
     def commits(self) -> list[IterationCommit]:
-        return parallel(self.run.commit, range(self.first, self.stop))
+        return self.run.commits(self.first, self.stop)
 
     @cached_property
     def refs(self) -> Reached[StageRef]:
@@ -96,8 +96,7 @@ class Catalog:
                 found.append(Region(self.run, at, compaction.first))
             found.append(Region(self.run, compaction.first, compaction.stop, compaction))
             at = compaction.stop
-        commit = partial(paths.iteration_commit, self.run.name)
-        stop = last_number(self.run.store, commit, max(at, self.run.first)) + 1
+        stop = self.run.checked_committed()
         return [*found, Region(self.run, at, stop)] if stop > at else found
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import commit_once, new_attempt, records_from
+from areal_tasks.store.commit import commit_once, every_record, new_attempt
 from areal_tasks.store.history.journal import Details, append_log, current_user
 from areal_tasks.store.provenance import now
 from schemas.errors import UserError
@@ -39,8 +39,11 @@ def changed_fields(segments: Sequence[Segment]) -> list[str]:
 
 
 def requested_changes(store: Store, run: str, after: int = 0) -> Iterator[Change]:
-    """The requested changes from number `after` + 1 on, in order; after `last_change`, those that none applies yet."""
-    return (record.change for record in records_from(store, partial(paths.change, run), after + 1, ChangeRecord))
+    """The requested changes from number `after` + 1 on, in order; after `last_change`, those that none applies yet.
+
+    Raises StoreError: one is missing before the last.
+    """
+    return (record.change for record in every_record(store, partial(paths.change, run), after + 1, ChangeRecord))
 
 
 def request_change(store: Store, run: str, n: int, values: Mapping[str, Any]) -> Change | None:

@@ -2,16 +2,17 @@
 
 Numbered records are found by reading them one by one, without a listing. So a missing one looks like the end, and a
 start of the flow would continue there and contradict the records that follow: later numbers are checked before a start
-writes (`checked_last_number`).
+writes, and by readers of whole sequences (`checked_last_number`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -21,12 +22,13 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Missing, NewerSchema, Store, StoreError, damaged
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import ClaimedRecord
-from schemas.record import SCHEMA_VERSION, StoredRecord, is_sealed, seal_holds
+from schemas.record import SCHEMA_VERSION, StoredRecord
 
 R = TypeVar("R", bound=StoredRecord)
 C = TypeVar("C", bound=ClaimedRecord)
 
-_AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)  # distances beyond the end at which no record should exist
+#: Distances beyond the end of a sequence at which a start looks for records, which should not exist.
+AHEAD: Final = (2, 3, 5, 9, 17, 33, 65)
 _RESTORE: Final = "Restore this file from a backup; every other iteration is unharmed."
 
 
@@ -44,7 +46,7 @@ def commit_once(store: Store, path: str, record: C) -> tuple[C, bool]:
     Raises StoreError: the put failed and nothing is there.
     """
     try:
-        store.create(path, record.encode())
+        store.create(path, record.encode(path))
         return record, True
     except Exists:
         existing = decode(store, path, type(record), store.read(path))
@@ -127,8 +129,9 @@ def decode(store: Store, path: str, model: type[R], data: bytes) -> R:
         raise StoreError(f"{store.uri(path)} is damaged ({cause}). {_RESTORE}") from error
     if record.schema_version > SCHEMA_VERSION:  # its fields may be the same and mean something else
         raise NewerSchema(store.uri(path), record.schema_version)
-    if (is_sealed(data) or record.schema_version > 1) and not seal_holds(data):
-        raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): bytes were altered. {_RESTORE}")
+    if not record.seal_holds(data, path):
+        what = "bytes were altered, or it is a copy of another record"
+        raise StoreError(f"{store.uri(path)} is damaged (its seal does not hold): {what}. {_RESTORE}")
     return record
 
 
@@ -155,11 +158,12 @@ def last_present(present: Callable[[int], bool], first: int) -> int:
     return known.start - 1 + bisect(known, False, key=lambda n: not present(n))
 
 
-def records_from(store: Store, path: Callable[[int], str], n: int, model: type[R]) -> Iterator[R]:
-    """The records from number `n` on, up to the first that is missing."""
+def every_record(store: Store, path: Callable[[int], str], n: int, model: type[R]) -> Iterator[R]:
+    """The records from number `n` on; StoreError at the end if one is missing before the last."""
     while (record := find_record(store, path(n), model)) is not None:
         yield record
         n += 1
+    check_last(store, path, n - 1)
 
 
 def last_number(store: Store, path: Callable[[int], str], first: int = 1) -> int:
@@ -168,22 +172,44 @@ def last_number(store: Store, path: Callable[[int], str], first: int = 1) -> int
 
 
 def last_owner(store: Store, run: str) -> int:
-    """The number of the last start of a run's flow; 0: there was none."""
-    return last_number(store, partial(paths.owner, run))
+    """The number of the last start of a run's flow; 0: there was none. As `checked_last_number`."""
+    return checked_last_number(store, partial(paths.owner, run))
 
 
-def checked_last_number(store: Store, path: Callable[[int], str], first: int) -> int:
-    """The last number from `first` on whose record exists; StoreError if there are some beyond a gap."""
+def check_owners(store: Store, run: str, last: int, named: Iterable[int]) -> None:
+    """StoreError if records name starts of the flow after the `last` of which there is a record."""
+    if max(named, default=0) > last:
+        raise missing_before(store.uri(paths.owner(run, last + 1)))
+
+
+def checked_last_number(store: Store, path: Callable[[int], str], first: int = 1, ahead: Sequence[int] = ()) -> int:
+    """The last number from `first` on whose record exists; StoreError if there are some beyond a gap.
+
+    These are looked for in a listing, and, since that may be old, by name at the distances `ahead`.
+    """
     last = last_number(store, path, first)
-    beyond = any(store.exists(path(last + ahead)) for ahead in _AHEAD)
-    if beyond and not store.exists(path(last + 1)):  # else another start has just written it
-        raise missing_before(store, path(last + 1))
+    check_last(store, path, last, ahead)
     return last
 
 
-def missing_before(store: Store, path: str) -> StoreError:
-    """The error for a record that is missing although later ones exist."""
+def check_last(store: Store, path: Callable[[int], str], last: int, ahead: Sequence[int] = ()) -> None:
+    """StoreError if `last`, found by name, is not the last number: see `checked_last_number`."""
+    later = [*(last + n for n in ahead), *(n for n in listed_numbers(store, path) if n > last + 1)]
+    if any(store.exists(path(n)) for n in later) and not store.exists(path(last + 1)):  # else it was just written
+        raise missing_before(store.uri(path(last + 1)))
+
+
+def listed_numbers(store: Store, path: Callable[[int], str]) -> list[int]:
+    """The numbers n for which a listing shows `path(n)`, or the folder in it whose name is numbered."""
+    one, two = (path(n).split("/") for n in (1, 2))
+    depth = next(i for i, names in enumerate(zip(one, two, strict=True)) if names[0] != names[1])
+    found = [(name, re.sub(r"\D", "", name)) for name in store.children("/".join(one[:depth]))]
+    return [int(n) for name, n in found if n and path(int(n)).split("/")[depth] == name]
+
+
+def missing_before(where: str) -> StoreError:
+    """The error for a record that is missing, although others that were written after it exist."""
     return StoreError(
-        f"{store.uri(path)} is missing, and what was written after it is there. Restore this file from a backup; "
+        f"{where} is missing, and what was written after it is there. Restore this file from a backup; "
         "nothing was changed."
     )

@@ -113,7 +113,7 @@ def check_iteration(parent: Run, iteration: int) -> int:
 
     UserError unless all before this one are, and the last of them was trained.
     """
-    committed = parent.committed
+    committed = parent.checked_committed()
     if iteration > committed:
         has = f"has committed {committed} iterations" if committed else "has not committed any iteration"
         raise UserError(f"Run {parent.name!r} {has}: fork it at 0 to {committed}, not at {iteration}.")
@@ -192,7 +192,8 @@ def attach_to_parent(parent: Run, derived: str, origin: Origin) -> None:
     needed = origin.iteration if origin.kind == "fork" else committed
     existing = write_reference(store, parent.name, derived, needed, origin.kind)
     check_run_kept(store, parent.name)
-    commits = parallel(parent.commit, commits_needed(origin, existing.iteration))
+    needed_commits = commits_needed(origin, existing.iteration)
+    commits = parent.commits(needed_commits.start, needed_commits.stop)
     check_all_kept(store, [*loaded, *(ref for commit in commits for ref in commit.stored)])
 
 

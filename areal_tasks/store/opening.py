@@ -18,11 +18,12 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import (
+    AHEAD,
     append_record,
+    check_owners,
     checked_last_number,
     commit_once,
     find_record,
-    missing_before,
     new_attempt,
     read_record,
 )
@@ -30,7 +31,16 @@ from areal_tasks.store.fork import Origin, attach_to_parent, check_origin, log_d
 from areal_tasks.store.keys import semantic_values
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
-from areal_tasks.store.runs import ITERATIONS, Run, check_name, load_run, read_segments, superseded
+from areal_tasks.store.runs import (
+    ITERATIONS,
+    Run,
+    check_begun,
+    check_name,
+    check_segment,
+    load_run,
+    read_segments,
+    superseded,
+)
 from schemas.errors import UserError
 from schemas.manifest import PROMPT_ORDER, IterationCommit, OwnerRecord, RunRecord, Segment
 from schemas.recipe.recipe import BaseRecipe
@@ -97,21 +107,23 @@ def read_stored_run(store: Store, name: str, origin: Origin | None = None) -> St
     check_run_kept(store, name)
     record = find_record(store, paths.run_record(name), RunRecord)
     if record is None:
-        if any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0))):
-            raise missing_before(store, paths.run_record(name))
+        check_begun(store, name)
         return StoredRun(store, name, origin, load_run(store, origin.parent) if origin else None)
     check_origin(record, origin)
     parent = load_run(store, record.parent) if record.parent else None
-    last = checked_last_number(store, lambda k: paths.iteration_commit(name, k), record.parent_iteration)
-    owner = checked_last_number(store, lambda n: paths.owner(name, n), 1)
-    stored = StoredRun(store, name, origin_of(record), parent, record, read_segments(store, name), owner)
+    last = checked_last_number(store, partial(paths.iteration_commit, name), record.parent_iteration, AHEAD)
+    owner = checked_last_number(store, partial(paths.owner, name), 1, AHEAD)
+    segments = read_segments(store, name)
+    check_owners(store, name, owner, [segment.provenance.owner for segment in segments])
+    if owner:
+        read_record(store, paths.owner(name, owner), OwnerRecord)
+    stored = StoredRun(store, name, origin_of(record), parent, record, segments, owner)
     if last < record.parent_iteration:
         return stored
-    head = read_record(store, paths.iteration_commit(name, last), IterationCommit)
-    if head.segment >= len(stored.segments):
-        raise missing_before(store, paths.segment(name, len(stored.segments)))
-    if head.provenance.owner > owner:
-        raise missing_before(store, paths.owner(name, owner + 1))
+    run = Run(store, name, record, 0, segments, known_parent=parent)
+    [head] = run.commits(last, last + 1)
+    check_segment(store, head, segments)
+    check_owners(store, name, owner, [head.provenance.owner])
     return replace(stored, head=head)
 
 

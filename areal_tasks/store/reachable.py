@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
 from areal_tasks.store.objects.files import weights_ref
-from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import read_table
 from schemas.compaction import Compaction
 from schemas.manifest import FileRef, IterationCommit, SpoolRecord, StageManifest, StageRef, WeightsManifest, WeightsRef
@@ -29,9 +28,8 @@ Reached = dict[str, tuple[Ref, IterationCommit]]
 
 
 def history(run: Run) -> list[IterationCommit]:
-    """All commits of a run in order, its parents' included."""
-    head = run.head()
-    return parallel(run.commit, range(head.iteration + 1)) if head else []
+    """All commits of a run in order, its parents' included. StoreError if one is missing, damaged or replaced."""
+    return run.commits(0, run.checked_committed())
 
 
 def reachable(commits: Iterable[IterationCommit], kind: type[Ref]) -> Reached[Ref]:

@@ -15,7 +15,7 @@ from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.catalog import Catalog, provenance_row
 from areal_tasks.store.changes import describe
-from areal_tasks.store.commit import last_owner, read_record
+from areal_tasks.store.commit import check_owners, last_owner, missing_before, read_record
 from areal_tasks.store.history.journal import code_of_last_start, end_of_start, read_log
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now, utc
@@ -44,7 +44,10 @@ OTHER_SETTINGS: Final = "made with other settings: it begins again"
 
 def log_table(run: Run) -> pa.Table:
     """The rows of the view `log`: of this run, not of its parents."""
-    return pa.Table.from_pylist([_log_row(line) for line in read_log(run.store, run.name)], schema=LOG)
+    lines, head = read_log(run.store, run.name), run.head()
+    if head is not None and head.run == run.name and head.log_records > len(lines):
+        raise missing_before(run.store.uri(paths.log(run.name, head.log_records)))
+    return pa.Table.from_pylist([_log_row(line) for line in lines], schema=LOG)
 
 
 def segments_table(run: Run) -> pa.Table:
@@ -52,6 +55,8 @@ def segments_table(run: Run) -> pa.Table:
     family = [run]
     while (parent := family[-1].parent) is not None:
         family.append(parent)
+    for member in family:
+        member.checked_committed()  # whose last commit names a segment
     rows = [_segment_row(member.name, segment) for member in reversed(family) for segment in member.segments]
     return pa.Table.from_pylist(rows, schema=SEGMENTS)
 
@@ -148,7 +153,9 @@ def starts_table(catalog: Catalog) -> pa.Table:
     lines: dict[Any, dict[str, LogRecord]] = {}
     for line in read_log(run.store, run.name):
         lines.setdefault(line.details.get("owner"), {})[line.action] = line
-    rows = [_row(owner, lines.get(owner.n, {}), commits.get(owner.n), asked) for owner in read_owners(run)]
+    owners = read_owners(run)
+    check_owners(run.store, run.name, len(owners), commits)
+    rows = [_row(owner, lines.get(owner.n, {}), commits.get(owner.n), asked) for owner in owners]
     return pa.Table.from_pylist(rows, schema=STARTS)
 
 

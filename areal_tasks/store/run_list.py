@@ -38,7 +38,7 @@ def list_runs(store: Store) -> list[RunSummary]:
 def _summary(store: Store, name: str) -> RunSummary:
     try:
         run = load_run(store, name)
-        head = run.head()
+        iterations = run.checked_committed()
     except UserError as error:  # one damaged run does not hide the others
         return RunSummary(name, problem=str(error))
     origin = origin_of(run.record)
@@ -46,7 +46,7 @@ def _summary(store: Store, name: str) -> RunSummary:
         name=name,
         flow=run.record.flow,
         created=run.record.provenance.committed,
-        iterations=0 if head is None else head.iteration + 1,
+        iterations=iterations,
         planned=run.planned,
         kind=origin.kind if origin else "",
         parent=run.record.parent,

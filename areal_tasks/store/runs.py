@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar
 
 from areal_tasks.store import paths
-from areal_tasks.store.backend import Missing, Store, StoreError
+from areal_tasks.store.backend import Missing, Store, StoreError, damaged
 from areal_tasks.store.changes import changed_fields
 from areal_tasks.store.commit import (
-    bytes_digest,
+    checked_last_number,
     commit_once,
     decode,
+    every_record,
     find_record,
     last_number,
+    missing_before,
     new_attempt,
     read_record,
-    records_from,
+    read_with_digest,
 )
+from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
 from areal_tasks.store.retention.tombstones import check_run_kept
 from schemas.errors import UserError
@@ -97,6 +101,16 @@ class Run:
         begin = self.known.iteration + 1 if self.known else self.first
         return last_number(self.store, partial(paths.iteration_commit, self.name), begin) + 1
 
+    def checked_committed(self) -> int:
+        """As `committed`, for readers of a history: one listing and one read more.
+
+        Raises StoreError: a commit is missing before the last one, or the segment that this one names.
+        """
+        last = checked_last_number(self.store, partial(paths.iteration_commit, self.name), self.first)
+        if last >= self.first:
+            check_segment(self.store, self.commit(last), self.segments)
+        return last + 1
+
     @property
     def planned(self) -> int:
         """The iterations in the newest recipe; 0 if it has no such field."""
@@ -109,7 +123,24 @@ class Run:
 
     def commit(self, k: int) -> IterationCommit:
         """The commit of iteration `k`, from the parent where it is not this run's own; else `Missing`."""
-        return read_record(self.store, self.commit_path(k), IterationCommit)
+        return read_commit(self.store, self.run_of_iteration(k).name, k)[0]
+
+    def commits(self, first: int, stop: int) -> list[IterationCommit]:
+        """The commits of the iterations `first` to `stop` - 1, each of which has the digest of the one before it.
+
+        Raises StoreError: one is missing, damaged or replaced; the file is named.
+        """
+        if first >= stop:
+            return []
+        try:
+            before = self.digest_before(first)
+            read = parallel(lambda k: read_commit(self.store, self.run_of_iteration(k).name, k), range(first, stop))
+        except Missing as error:
+            raise missing_before(error.where) from error
+        for commit, digest in read:
+            check_follows(self.store, self.commit_path(commit.iteration), commit, before)
+            before = digest
+        return [commit for commit, _ in read]
 
     def commit_path(self, k: int) -> str:
         """Path of the commit of iteration `k`: in this run, or in the run it was forked from."""
@@ -117,7 +148,8 @@ class Run:
 
     def digest_before(self, k: int) -> str:
         """`previous` of the commit of iteration `k`: SHA-256 of the bytes of the commit before, for 0 of run.json."""
-        return bytes_digest(self.store, self.commit_path(k - 1) if k else paths.run_record(self.name))
+        run = self.run_of_iteration(max(k - 1, 0)).name
+        return read_commit(self.store, run, k - 1)[1] if k else run_digest(self.store, run)
 
     def commit_iteration(self, commit: IterationCommit) -> IterationCommit:
         """Commit an iteration.
@@ -125,13 +157,16 @@ class Run:
         Raises:
             Superseded: a later start of the flow owns the run, or has committed this iteration already.
             HeadMoved: an earlier start, now superseded, committed this iteration while this one was building it.
+            StoreError: what is committed there does not follow the commit before it.
             ValueError: `commit` does not name the commit before it.
         """
         self.check_owner()
         if commit.previous != self.digest_before(commit.iteration):
             raise ValueError(f"commit of iteration {commit.iteration} does not name the commit before it")
-        existing, mine = commit_once(self.store, paths.iteration_commit(self.name, commit.iteration), commit)
-        self.store.make_durable(paths.iteration_commit(self.name, commit.iteration))
+        path = paths.iteration_commit(self.name, commit.iteration)
+        existing, mine = commit_once(self.store, path, commit)
+        check_follows(self.store, path, existing, commit.previous)
+        self.store.make_durable(path)
         if not mine and existing.provenance.owner < self.owner and self.is_current_owner():
             raise HeadMoved(
                 f"Iteration {existing.iteration} of run {self.name!r} was committed by an earlier start of it."
@@ -215,6 +250,37 @@ class Run:
             raise superseded(self.name, f"owner {self.owner} is no longer the last")
 
 
+def read_commit(store: Store, run: str, k: int) -> tuple[IterationCommit, str]:
+    """The commit of iteration `k` of `run`, and the SHA-256 of its bytes, in hex.
+
+    Raises:
+        Missing: there is none.
+        StoreError: the file is damaged, or is the commit of another iteration or run.
+    """
+    path = paths.iteration_commit(run, k)
+    commit, digest = read_with_digest(store, path, IterationCommit)
+    if (commit.run, commit.iteration) != (run, k):
+        raise damaged(store, path, f"it is the commit of iteration {commit.iteration} of run {commit.run!r}")
+    return commit, digest
+
+
+def run_digest(store: Store, run: str) -> str:
+    """SHA-256 of the bytes of `run.json`, which the commit of a run's iteration 0 names."""
+    return read_with_digest(store, paths.run_record(run), RunRecord)[1]
+
+
+def check_follows(store: Store, path: str, commit: IterationCommit, previous: str) -> None:
+    """StoreError unless the commit at `path` names the digest of the commit before, or of `run.json`: `previous`."""
+    if commit.previous != previous:
+        raise damaged(store, path, "it, or what it follows, was replaced: it records another digest of that")
+
+
+def check_segment(store: Store, commit: IterationCommit, segments: Sequence[Segment]) -> None:
+    """StoreError unless the recipe segment of a commit is among those that were read of its run."""
+    if commit.segment >= len(segments):
+        raise missing_before(store.uri(paths.segment(commit.run, len(segments))))
+
+
 def superseded(name: str, why: str) -> Superseded:
     """The error of a start of the run that has been taken over, as `why` says."""
     return Superseded(
@@ -239,24 +305,40 @@ def load_run(store: Store, name: str) -> Run:
 
 
 def read_segments(store: Store, run: str, known: tuple[Segment, ...] = ()) -> tuple[Segment, ...]:
-    """All segments of a run, in order, of which the first are `known`."""
-    return (*known, *records_from(store, partial(paths.segment, run), len(known), Segment))
+    """All segments of a run, in order, of which the first are `known`; StoreError if one is missing before the last."""
+    return (*known, *every_record(store, partial(paths.segment, run), len(known), Segment))
+
+
+def check_begun(store: Store, name: str) -> None:
+    """StoreError if a run without `run.json` had begun, so that this file is missing."""
+    if has_begun(store, name):
+        raise missing_before(store.uri(paths.run_record(name)))
+
+
+def has_begun(store: Store, name: str) -> bool:
+    """Whether there are records that a run writes after its `run.json`."""
+    return any(store.exists(path) for path in (paths.owner(name, 1), paths.segment(name, 0)))
 
 
 def no_run(store: Store, name: str) -> UserError:
-    """The error for a run that does not exist. UserError at once if it was removed."""
+    """The error for a run that does not exist. UserError at once if it was removed, or its `run.json` is missing."""
     check_run_kept(store, name)
+    check_begun(store, name)
     known = ", ".join(run_names(store)) or "none"
     return UserError(f"There is no run {name!r} in {store.url}. Runs there: {known}.")
 
 
 def run_names(store: Store) -> list[str]:
-    """The names of all runs of the store, sorted."""
-    names = [name for name in store.children("") if NAME.fullmatch(name)]
-    return [name for name in names if store.exists(paths.run_record(name))]
+    """The names of all runs of the store, sorted; also of one whose `run.json` is missing, which `load_run` refuses."""
+
+    def is_run(name: str) -> bool:
+        removed = partial(store.exists, paths.run_tombstone(name))
+        return store.exists(paths.run_record(name)) or (has_begun(store, name) and not removed())
+
+    return [name for name in store.children("") if NAME.fullmatch(name) and is_run(name)]
 
 
 def stage_ref(path: str, manifest: StageManifest, data: bytes = b"") -> StageRef:
     """The reference to a stage manifest, of which `data` are the bytes; else it was just written or read back."""
-    sha256 = hashlib.sha256(data or manifest.encode()).hexdigest()
+    sha256 = hashlib.sha256(data or manifest.encode(path)).hexdigest()
     return StageRef(stage=manifest.stage, key=manifest.key, path=path, sha256=sha256, digest=manifest.digest)

@@ -14,11 +14,12 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
 from areal_tasks.store.commit import (
     append_record,
+    checked_last_number,
     commit_once,
+    every_record,
     last_number,
     new_attempt,
     read_record,
-    records_from,
 )
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
@@ -81,14 +82,14 @@ def append_groups(
 
 
 def read_start(store: Store, run: str, start: int, first: int = 0) -> list[SpoolRecord]:
-    """The records of a start from number `first` on."""
-    return list(records_from(store, partial(paths.spool_record, run, start), first, SpoolRecord))
+    """The records of a start from number `first` on; StoreError if one is missing before the last."""
+    return list(every_record(store, partial(paths.spool_record, run, start), first, SpoolRecord))
 
 
 def read_spool(store: Store, run: str) -> list[SpoolRecord]:
-    """All records of a run, in order."""
-    starts = range(number_of_starts(store, run))
-    lasts = parallel(lambda start: last_number(store, partial(paths.spool_record, run, start), 0), starts)
+    """All records of a run, in order; StoreError if one is missing before the last."""
+    starts = range(checked_last_number(store, lambda n: paths.spool_record(run, n, 0), 0) + 1)
+    lasts = parallel(lambda start: checked_last_number(store, partial(paths.spool_record, run, start), 0), starts)
     places = [(start, n) for start, end in enumerate(lasts) for n in range(end + 1)]
     return parallel(lambda place: read_record(store, paths.spool_record(run, *place), SpoolRecord), places)
 

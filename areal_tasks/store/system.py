@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists, Store
-from areal_tasks.store.commit import last_number, last_owner, read_record, verified
+from areal_tasks.store.commit import checked_last_number, last_number, last_owner, read_record, verified
 from areal_tasks.store.history.journal import current_user
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import make_provenance, now
@@ -58,7 +58,8 @@ class SystemLog:
         began, owner, table = now(), self.run.owner, pa.Table.from_pylist(self._rows, schema=SYSTEM)
         data, self._rows = encode(table), []
         shard = shard_ref(paths.system(self.run.name, owner, n, "parquet"), data, table)
-        return data, SystemRecord(owner=owner, n=n, shard=shard, provenance=make_provenance(owner, began)).encode()
+        record = SystemRecord(owner=owner, n=n, shard=shard, provenance=make_provenance(owner, began))
+        return data, record.encode(paths.system(self.run.name, owner, n))
 
     def newly_watched(self) -> bool:
         """Whether a user has begun to watch since the last call. Raises StoreError."""
@@ -85,14 +86,14 @@ def read_samples(run: Run, owner: int, n: int) -> pa.Table:
 def system_table(run: Run) -> pa.Table:
     """The rows of the view `system`: of this run, not of its parents."""
     owners = range(1, last_owner(run.store, run.name) + 1)
-    lasts = parallel(lambda owner: newest_record(run, owner), owners)
+    lasts = parallel(lambda owner: checked_last_number(run.store, partial(paths.system, run.name, owner)), owners)
     places = [(owner, n) for owner, last in zip(owners, lasts, strict=True) for n in range(1, last + 1)]
     return pa.concat_tables([SYSTEM.empty_table(), *parallel(lambda place: read_samples(run, *place), places)])
 
 
 def watch(store: Store, run: str, owner: int) -> None:
     """Request that this start of the flow stores its samples immediately, for a while."""
-    record = WatchRecord(user=current_user(), provenance=make_provenance(owner, now())).encode()
-    n = last_number(store, partial(paths.watch, run, owner)) + 1
+    record = WatchRecord(user=current_user(), provenance=make_provenance(owner, now()))
+    path = paths.watch(run, owner, last_number(store, partial(paths.watch, run, owner)) + 1)
     with suppress(Exists):  # another user watches since just now
-        store.create(paths.watch(run, owner, n), record)
+        store.create(path, record.encode(path))

@@ -16,7 +16,7 @@ from typing import Final
 from areal_tasks.processes import alive
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Exists
-from areal_tasks.store.commit import last_number, last_owner, read_record
+from areal_tasks.store.commit import checked_last_number, last_owner, read_record
 from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.provenance import now
 from areal_tasks.store.runs import Run
@@ -33,15 +33,16 @@ def waits_record(waits: Sequence[Wait], seconds: float) -> WaitsRecord:
 
 def write_waits(run: Run, n: int, record: WaitsRecord) -> None:
     """Store the n-th record of this start of the flow. Raises StoreError."""
+    path = paths.waits(run.name, run.owner, n)
     with suppress(Exists):  # it was stored before, and the answer was lost
-        run.store.create(paths.waits(run.name, run.owner, n), record.encode())
+        run.store.create(path, record.encode(path))
 
 
 def current_waits(run: Run) -> WaitsRecord | None:
     """What the run waits for, as far as is known; None if there is no long wait, or the flow that waited has ended."""
     store, name = run.store, run.name
     owner = last_owner(store, name)
-    n = last_number(store, partial(paths.waits, name, owner))
+    n = checked_last_number(store, partial(paths.waits, name, owner))
     record = read_record(store, paths.waits(name, owner, n), WaitsRecord) if n else None
     if record is None or not record.waits or not is_current(record, datetime.now(UTC)):
         return None

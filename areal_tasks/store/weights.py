@@ -19,7 +19,7 @@ from areal_tasks.store.reachable import history, published_weights
 from areal_tasks.store.retention.tombstones import check_kept, find_weights_tombstone
 from areal_tasks.store.runs import Run
 from schemas.errors import UserError
-from schemas.manifest import Tag, WeightsManifest, WeightsRef
+from schemas.manifest import Tag, WeightsRef
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def _refs(run: Run) -> list[tuple[WeightsRef, str]]:
 
 def _version(store: Store, ref: WeightsRef, committed: str, tags: Sequence[Tag]) -> WeightsVersion:
     mine = [tag.tag for tag in tags if (tag.version, tag.weights_attempt) == (ref.version, ref.attempt)]
-    manifest = find_record(store, ref.path, WeightsManifest) if ref.written else None
+    files = read_weights(store, ref).files if ref.written else ()
     removed = find_weights_tombstone(store, ref)
     return WeightsVersion(
         version=ref.version,
         attempt=ref.attempt,
         state="removed" if removed else "written" if ref.written else "not written",
-        bytes=sum(file.bytes for file in manifest.files) if manifest and not removed else 0,
+        bytes=0 if removed else sum(file.bytes for file in files),
         committed=committed,
         tags=tuple(tag for tag in mine if not tag.startswith(PROTECTED)),
         protected=any(tag.startswith(PROTECTED) for tag in mine),

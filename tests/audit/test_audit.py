@@ -18,10 +18,14 @@ from areal_tasks.store.backend import Store
 from areal_tasks.store.history.audit import AuditReport, audit
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.objects.inventory import entries
+from areal_tasks.store.opening import read_stored_run
 from areal_tasks.store.query import run_sql
+from areal_tasks.store.retention.gc import RetentionRule, plan_removals
 from areal_tasks.store.run_list import list_runs
 from areal_tasks.store.runs import load_run
+from areal_tasks.store.weights import list_weights
 from schemas.errors import UserError
+from schemas.manifest import LogRecord, OwnerRecord, Tag
 from schemas.record import SCHEMA_VERSION
 
 
@@ -130,7 +134,7 @@ def reseal(store: Store, path: str, change: Callable[[str], str]) -> None:
     model = IterationCommit if path.endswith("commit.json") else Segment
     record = model.parse(store.read(path))
     body = json.loads(change(record.model_dump_json()))
-    Path(store.uri(path)).write_bytes(model.model_validate(body).encode())
+    Path(store.uri(path)).write_bytes(model.model_validate(body).encode(path))
 
 
 def test_a_commit_that_was_forged_with_a_valid_seal_breaks_the_chain(small: Store) -> None:
@@ -176,6 +180,38 @@ def test_a_run_of_schema_1_is_listed_asked_and_audited(schema_1: Store) -> None:
     report = audit(schema_1, "old")
     assert (report.defects, report.iterations, report.unselected_files, report.old_schema) == ((), 2, 0, True)
     assert load_run(schema_1, "old").commit(1).schema_version == 1 < SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("change", [{0: 1, 1: 0}, {0: 1}, {1: 0}, {0: None}], ids=["swapped", "over", "back", "gone"])
+def test_commits_of_schema_1_are_bound_to_their_place(schema_1: Store, change: dict[int, int | None]) -> None:
+    """No seal covers their paths, but they hold number and predecessor."""
+    data = {k: schema_1.read(paths.iteration_commit("old", k)) for k in (0, 1)}
+    for k, source in change.items():
+        schema_1.remove(paths.iteration_commit("old", k))
+        if source is not None:
+            schema_1.put(paths.iteration_commit("old", k), data[source])
+    [summary] = list_runs(schema_1)
+    readers = (
+        lambda: run_sql(schema_1, "old", "SELECT * FROM commits"),
+        lambda: list_weights(load_run(schema_1, "old")),
+        lambda: plan_removals(schema_1, RetentionRule(1, 1, 0.0)),
+        lambda: read_stored_run(schema_1, "old"),
+    )
+    for read in readers:
+        with pytest.raises(UserError, match=r"old/iteration=00000\d/commit\.json is (damaged: it |missing)"):
+            read()
+    assert summary.problem or summary.iterations == 2
+    damaged = {paths.iteration_commit("old", k) for k in change}
+    assert damaged & defects(audit(schema_1, "old")).keys()
+
+
+@pytest.mark.parametrize("path", ["tags/first.json", "owners/1.json", "log/3.json"])
+def test_no_record_of_an_earlier_schema_is_one_of_a_run_of_this_one(small: Store, path: str) -> None:
+    """Its seal would cover no path."""
+    model = {"tags": Tag, "owners": OwnerRecord, "log": LogRecord}[path.split("/")[0]]
+    record = model.parse(small.read(path := f"small/{path}"))
+    Path(small.uri(path)).write_bytes(record.model_copy(update={"schema_version": 4}).encode(path))
+    assert "is of schema 4, before which its run did not exist" in defects(audit(small, "small"))[path]
 
 
 def test_an_altered_shard_of_schema_1_is_found(schema_1: Store) -> None:

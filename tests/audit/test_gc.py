@@ -112,10 +112,11 @@ def test_what_a_crash_left_behind_goes_once_the_run_has_ended(folder: Path) -> N
 def test_an_attempt_that_was_committed_after_all_stays(folder: Path) -> None:
     store, run = store_in(folder), load_run(store_in(folder), "r")
     ref = next(ref for ref in run.commit(1).stages if ref.stage == "verify")
-    data = store.read(ref.path)
-    Path(store.uri(ref.path)).unlink()
-    [item] = [item for item in plan_removals(store, AT_ONCE) if "stage=verify" in item.path]
-    store.create(ref.path, data)  # a writer that was taken for dead
+    late = run.read_stage(ref).model_copy(update={"attempt": "late", "key": "0" * 32})
+    path = paths.stage_manifest("r", 1, "verify", late.key)
+    store.put(f"{paths.stage_attempt('r', 1, 'verify', 'late')}/x.parquet", b"rows")
+    [item] = plan_removals(store, AT_ONCE)
+    store.create(path, late.encode(path))  # a writer that was taken for dead
     assert remove_planned(store, [item], AT_ONCE) == [] and audit(store, "r").sound
 
 
@@ -240,7 +241,7 @@ def test_two_removals_at_once_leave_the_tombstones(folder: Path) -> None:
 
 def test_another_run_that_is_damaged_does_not_interrupt_a_removal(folder: Path) -> None:
     store = store_in(folder)
-    shutil.copytree(folder / "store" / "r", folder / "store" / "other")
+    open_run(store, "other", short())
     store.put(f"{paths.spool('other')}/1/attempt=a/rollout-00000.parquet", b"rows")
     store.put(f"{paths.spool('other')}/1/1.json", b"damaged")
     with pytest.raises(StoreError, match=f"{paths.spool('other')}/1/1.json"):

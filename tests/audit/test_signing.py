@@ -102,7 +102,7 @@ def test_a_forged_history_is_not_what_was_signed(small: Store, tmp_path: Path) -
     sign(small, "small", audit(small, "small").root, 2, private)
     path = paths.iteration_commit("small", 1)
     record = IterationCommit.parse(small.read(path))
-    Path(small.uri(path)).write_bytes(record.model_copy(update={"state": {"next_group": 99}}).encode())
+    Path(small.uri(path)).write_bytes(record.model_copy(update={"state": {"next_group": 99}}).encode(path))
     [found] = verify(small, "small", public)
     assert found.problem == "the history until iteration 1 is not the one that was signed"
 
@@ -141,7 +141,7 @@ def test_a_history_that_was_exchanged_is_told_without_a_key_and_not_signed(
     path = paths.iteration_commit("small", 1)
     record = IterationCommit.parse(small.read(path))
     Path(small.uri(path)).write_bytes(
-        record.model_copy(update={"state": record.state | {"train_seconds_since_checkpoint": 99.0}}).encode()
+        record.model_copy(update={"state": record.state | {"train_seconds_since_checkpoint": 99.0}}).encode(path)
     )
     Path(small.uri(paths.log("small", 3))).unlink()
     Path(small.uri(paths.log("small", 4))).unlink()
@@ -156,7 +156,8 @@ def test_what_a_signature_says_cannot_be_altered(small: Store, tmp_path: Path) -
     private, _ = key_files(tmp_path)
     made, _ = sign(small, "small", audit(small, "small").root, 2, private)
     [name] = small.children("small/signatures")
-    Path(small.uri(f"small/signatures/{name}")).write_bytes(made.model_copy(update={"log_records": 0}).encode())
+    path = f"small/signatures/{name}"
+    Path(small.uri(path)).write_bytes(made.model_copy(update={"log_records": 0}).encode(path))
     assert verify(small, "small")[0].problem == "it was not made with this key, or its content was altered"
 
 
@@ -165,7 +166,7 @@ def test_lines_of_the_log_that_were_signed_cannot_be_exchanged(small: Store, tmp
     sign(small, "small", audit(small, "small").root, 2, private)
     path = paths.log("small", 3)
     forged = read_log(small, "small")[2].model_copy(update={"user": "nobody"})
-    Path(small.uri(path)).write_bytes(forged.encode())
+    Path(small.uri(path)).write_bytes(forged.encode(path))
     assert "lines of the log are not those that were signed" in verify(small, "small", public)[0].problem
 
 

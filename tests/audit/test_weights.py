@@ -83,13 +83,13 @@ def test_two_versions_are_compared_tensor_by_tensor(
 
 def test_a_version_that_was_not_written_names_the_nearest_that_was(small: Store) -> None:
     run = load_run(small, "small")
-    path = paths.iteration_commit("small", 0)
+    path = paths.iteration_commit("small", 1)
     commit = IterationCommit.parse(small.read(path))
     unwritten = commit.weights.model_copy(update={"attempt": "", "path": "", "sha256": ""})
-    Path(small.uri(path)).write_bytes(commit.model_copy(update={"weights": unwritten}).encode())
-    assert [(v.version, v.state) for v in list_weights(run)] == [(0, "written"), (1, "not written"), (2, "written")]
-    with pytest.raises(UserError, match=r"handed to the servers and not written .*: version 0 is the nearest"):
-        find_weights(run, "1")
+    Path(small.uri(path)).write_bytes(commit.model_copy(update={"weights": unwritten}).encode(path))
+    assert [(v.version, v.state) for v in list_weights(run)] == [(0, "written"), (1, "written"), (2, "not written")]
+    with pytest.raises(UserError, match=r"handed to the servers and not written .*: version 1 is the nearest"):
+        find_weights(run, "2")
 
 
 def test_a_version_that_gc_removed_says_who_removed_it(small: Store, tmp_path: Path) -> None:

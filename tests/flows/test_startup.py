@@ -92,7 +92,7 @@ def test_it_is_reported_once_and_can_be_queried(
     report = Startup()
     started = datetime.fromtimestamp(report.began + 2.5, UTC).isoformat()
     record = ServiceRecord(name="trainer", restart=0, url="http://x", host="h", pid=1, started=started)
-    run.store.create(service("r", run.owner, "trainer", 0), record.encode())
+    run.store.create(path := service("r", run.owner, "trainer", 0), record.encode(path))
     for _ in range(2):
         report(run, NOTHING, ["trainer", "inference-0"], "flow-run-1")
     [line] = read_log(run.store, "r")

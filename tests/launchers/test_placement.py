@@ -296,7 +296,7 @@ def run(tmp_path: Path) -> Run:
 
 def service(run: Run, name: str, restart: int) -> None:
     record = ServiceRecord(name=name, restart=restart, url="http://x", host="n1", pid=1, started="")
-    run.store.create(paths.service("r", run.owner, name, restart), record.encode())
+    run.store.create(path := paths.service("r", run.owner, name, restart), record.encode(path))
 
 
 def test_a_run_that_is_under_way(run: Run) -> None:
@@ -308,7 +308,7 @@ def test_a_run_that_is_under_way(run: Run) -> None:
     for restart in (0, 1):
         service(run, "rollout-evaluation", restart)
     node_record = NodeRecord(url="https://x", host="n2", pid=1, certificate="", software={})
-    run.store.create(paths.node("r", run.owner, "inference-0", 0), node_record.encode())
+    run.store.create(path := paths.node("r", run.owner, "inference-0", 0), node_record.encode(path))
     append_log(run.store, "r", "placed", {"owner": run.owner, "trainer": "0+1"})
     waits = [Wait(at="rollout-1", what="its start", since="", limit="", says="Resources")]
     waits += [Wait(at="inference-0.1", what="generation", since="", limit=NO_MACHINE, says="needs a GPU")]

@@ -184,7 +184,7 @@ def test_a_question_reads_no_commits_and_manifests_that_are_compacted(
     queries = ["SELECT avg(reward) FROM samples", "SELECT count(*) FROM stages", "SELECT sum(num_tokens) FROM rollout"]
     before = [len(reads(monkeypatch, local, query)) for query in queries]
     compact_end(run)
-    after = [len(reads(monkeypatch, local, query)) for query in queries]
+    after = [len(set(reads(monkeypatch, local, query))) for query in queries]
     assert min(before) >= 24 and after == [1, 1, 1]
 
 
@@ -336,7 +336,7 @@ def test_a_compaction_of_an_earlier_version_is_used(
     """Its record has digests of parts of its files, which have no checksums of their own."""
     run = begun(local, 3)
     made = compact_all(run)
-    record = json.loads(made.encode())
+    record = json.loads(made.encode(""))
     del record["seal"]
     for file in (file for merged in record["tables"].values() for file in merged["files"]):
         path = Path(local.uri(file["path"]))
@@ -345,9 +345,10 @@ def test_a_compaction_of_an_earlier_version_is_used(
         file |= {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
         file |= {"footer": 8, "footer_sha256": "0" * 64, "chunks": [["0" * 32]]}
     body = json.dumps(record, indent=1).encode()
-    body = b'{\n "seal": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body[2:]
+    earlier = paths.compaction("run", 0, 3, 1, "0" * 32)
+    seal = hashlib.sha256(f"{earlier}\n".encode() + body).hexdigest()
     only(run).unlink()
-    local.create(paths.compaction("run", 0, 3, 1, hashlib.sha256(body).hexdigest()[:32]), body)
+    local.create(earlier, f'{{\n "seal": "{seal}",\n'.encode() + body[2:])
     monkeypatch.setattr(inventory, "WHOLE_BYTES", whole_bytes)
     assert covered(run) == [(0, 3)] and damaged_copies(local) == []
     check_same(local)

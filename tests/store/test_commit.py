@@ -144,7 +144,7 @@ def test_a_damaged_record_is_named(store: Store, damage: bytes) -> None:
 
 
 def test_a_record_of_a_newer_version_is_named(local_store: Store) -> None:
-    newer = record().model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode()
+    newer = record().model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode("r/run.json")
     local_store.put("r/run.json", newer.replace(b'"seed"', b'"soul"'))
     with pytest.raises(
         StoreError, match=rf"newer arealflow \(schema {SCHEMA_VERSION + 1}; this one reads {SCHEMA_VERSION}\): upgrade"

@@ -151,7 +151,7 @@ def test_a_commit_of_a_newer_program_is_named(place: Store, tmp_path: Path) -> N
     """Even if it has the fields of now: they may mean something else."""
     path = paths.iteration_commit("r", FIRST - 1)
     commit = IterationCommit.parse(place.read(path))
-    exchange(place, path, commit.model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode())
+    exchange(place, path, commit.model_copy(update={"schema_version": SCHEMA_VERSION + 1}).encode(path))
     check_named(place, path, tmp_path, rf"newer arealflow \(schema {SCHEMA_VERSION + 1}; this one reads")
 
 

@@ -127,7 +127,7 @@ def test_a_run_is_removed_with_its_spool(run: Run) -> None:
 
 
 def test_a_sound_spool_belongs_to_the_run(run: Run) -> None:
-    close_start(run.store, "run", 0, 2)
+    close_start(run.store, "run", 0, 1)
     report = audit(run.store, "run")
     assert report.defects == () and report.unselected_files == 0
     assert report.files == len(entries(run.store, "run"))
@@ -151,10 +151,10 @@ def test_an_altered_or_missing_file_of_the_spool_is_named(run: Run) -> None:
 
 
 def test_records_after_the_end_of_a_start_or_of_another_are_defects(run: Run) -> None:
-    closed = close_start(run.store, "run", 0, 2)[-1]
-    run.store.put("run/spool/0/5.json", closed.model_copy(update={"n": 5, "kind": "groups"}).encode())
-    run.store.put("run/spool/1/0.json", closed.model_copy(update={"n": 0, "start": 1}).encode())
-    run.store.put("run/spool/2/0.json", closed.model_copy(update={"n": 0, "kind": "opened"}).encode())
+    closed = close_start(run.store, "run", 0, 1)[-1]
+    others = {"0/5": {"n": 5, "kind": "groups"}, "1/0": {"n": 0, "start": 1}, "2/0": {"n": 0, "kind": "opened"}}
+    for name, update in others.items():
+        run.store.put(path := f"run/spool/{name}.json", closed.model_copy(update=update).encode(path))
     assert defects(run.store) == {
         "run/spool/0/5.json": "comes after record 4, which has closed the start",
         "run/spool/1/0.json": "is of the kind 'closed', as record 0 of its start",
@@ -165,7 +165,7 @@ def test_records_after_the_end_of_a_start_or_of_another_are_defects(run: Run) ->
 def test_a_record_that_names_other_groups_than_its_shards_hold_is_a_defect(run: Run) -> None:
     last = read_spool(run.store, "run")[-1]
     lying = last.model_copy(update={"n": 4, "finished": (last.finished[0].model_copy(update={"index": 9}),)})
-    run.store.put("run/spool/0/4.json", lying.encode())
+    run.store.put("run/spool/0/4.json", lying.encode("run/spool/0/4.json"))
     assert defects(run.store) == {"run/spool/0/4.json": "names these samples of groups: 2 of 9; its shards hold 2 of 6"}
 
 

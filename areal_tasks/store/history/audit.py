@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Final
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError
+from areal_tasks.store.commit import listed_numbers
 from areal_tasks.store.history.audit_history import Link, audit_history, audit_log, audit_spool, check_groups
 from areal_tasks.store.history.audit_records import Defect, Findings, Progress
 from areal_tasks.store.history.signing import root_hash
@@ -19,7 +20,7 @@ from areal_tasks.store.objects.files import common_folder
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.reachable import INITIAL, Reached, files_of, named_weights, reachable
-from areal_tasks.store.runs import load_run
+from areal_tasks.store.runs import has_begun, load_run
 from areal_tasks.store.service_logs import stored_parts
 from schemas.compaction import Compaction
 from schemas.manifest import (
@@ -43,11 +44,11 @@ from schemas.manifest import (
 from schemas.record import StoredRecord
 
 _FOLDERS: Final[dict[str, type[StoredRecord]]] = {"references": Reference, "tags": Tag, "signatures": Signature}
-_FOLDERS_BY_OWNER: Final[dict[str, type[StoredRecord]]] = {
-    "services": ServiceRecord,
-    "nodes": NodeRecord,
-    "watches": WatchRecord,
-    "waits": WaitsRecord,
+_FOLDERS_BY_OWNER: Final[dict[str, type[StoredRecord]]] = {"services": ServiceRecord, "nodes": NodeRecord}
+_NUMBERED_BY_OWNER: Final[dict[str, tuple[Callable[[str, int, int], str], type[StoredRecord]]]] = {
+    "waits": (paths.waits, WaitsRecord),
+    "watches": (paths.watch, WatchRecord),
+    "system": (paths.system, SystemRecord),
 }
 _MANIFEST: Final = re.compile(
     r"(iteration=\d+/stage=\w+/[0-9a-f]+|(weights|checkpoints)/version=\d+/attempt=\w+)\.json"
@@ -79,7 +80,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
 
     Raises UserError: there is no run of this name.
     """
-    if not store.exists(paths.run_record(name)):
+    if not store.exists(paths.run_record(name)) and not has_begun(store, name):
         load_run(store, name)  # raises an error that lists the runs
     found = Findings(store, progress)
     links = audit_history(found, name)
@@ -92,15 +93,16 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         _weights(found, ref, tombstones)
     _check_unwritten(found, commits, manifests)
     _records(found, name)
-    _samples(found, name)
     spools = audit_spool(found, name, links)
     _compactions(found, name)
     found.check_queued()
     check_groups(found, links, manifests, spools)
     stray = [entry for entry in entries(store, name) if entry.path not in found.seen]
-    records = [entry.path for entry in stray if _MANIFEST.fullmatch(entry.path.removeprefix(f"{name}/"))]
-    for path in records:  # of unfinished or abandoned work, which a later start may use
+    manifests_left = [e.path for e in stray if _MANIFEST.fullmatch(e.path.removeprefix(f"{name}/"))]
+    for path in manifests_left:  # of unfinished or abandoned work, which a later start may use
         found.record(path, StageManifest if "/stage=" in path else WeightsManifest)
+    found.sequence(partial(paths.owner, name), OwnerRecord, 1, max(found.owners.get(name, ()), default=0))
+    stray = [entry for entry in stray if entry.path not in found.seen]
     root = ""
     with suppress(StoreError):  # its defects are listed
         root = root_hash(load_run(store, name), len(links))
@@ -112,7 +114,7 @@ def audit(store: Store, name: str, progress: Progress = lambda done, total: None
         bytes=found.total,
         defects=tuple(sorted(set(found.defects), key=lambda defect: defect.path)),
         removed=tuple(tombstones.values()),
-        unselected_files=len(stray) - len(records),
+        unselected_files=len(stray),
         unselected_bytes=sum(entry.bytes for entry in stray),
         old_schema=any(link.commit is not None and link.commit.schema_version < 2 for link in links),
     )
@@ -203,28 +205,23 @@ def _tombstones(found: Findings, name: str, links: Sequence[Link]) -> dict[str, 
 
 
 def _records(found: Findings, name: str) -> None:
-    """Check owners, services, tags, signatures …, which only their seals protect; and that logs have all parts."""
-    found.sequence(f"{name}/owners", lambda n: paths.owner(name, n), OwnerRecord, 1)
-    found.sequence(f"{name}/changes", lambda n: paths.change(name, n), ChangeRecord, 1)
+    """Check changes, services, tags, signatures …, which only their seals protect; and that logs have all parts."""
+    found.sequence(partial(paths.change, name), ChangeRecord, 1)
     for folder, model in _FOLDERS.items():
         found.folder(f"{name}/{folder}", model)
     for folder, model in _FOLDERS_BY_OWNER.items():
         for owner in found.store.children(f"{name}/{folder}"):
             found.folder(f"{name}/{folder}/{owner}", model)
+    for folder, (path, model) in _NUMBERED_BY_OWNER.items():
+        for n in listed_numbers(found.store, lambda n, folder=folder: f"{name}/{folder}/owner={n}"):
+            for record in found.sequence(partial(path, name, n), model, 1).values():
+                if isinstance(record, SystemRecord):
+                    found.add_file(record.shard, "the view system")
     logs = stored_parts(entry.path for entry in entries(found.store, paths.logs(name)))
     for log, parts in logs.items():  # no record has digests of the parts
         found.seen.update(parts.values())
         for n in set(range(max(parts))) - parts.keys():
             found.report(log.part(name, n), "missing", "reading the log of this service from there on")
-
-
-def _samples(found: Findings, name: str) -> None:
-    """Check the samples of services, and that no record of them is missing."""
-    for folder in found.store.children(f"{name}/system"):
-        owner = int(folder.removeprefix("owner="))
-        records = found.sequence(f"{name}/system/{folder}", partial(paths.system, name, owner), SystemRecord, 1)
-        for record in records.values():
-            found.add_file(record.shard, "the view system")
 
 
 def _compactions(found: Findings, name: str) -> None:

@@ -13,11 +13,12 @@ from itertools import islice
 from areal_tasks.rollout.settled import SettledGroups, settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
-from areal_tasks.store.commit import bytes_digest, last_number, read_with_digest
+from areal_tasks.store.commit import last_number, listed_numbers
 from areal_tasks.store.history.audit_records import Findings
 from areal_tasks.store.history.journal import log_digest
 from areal_tasks.store.objects.inventory import entries
 from areal_tasks.store.parallel import parallel
+from areal_tasks.store.runs import read_commit, run_digest
 from areal_tasks.store.spool import number_of_starts
 from schemas.manifest import IterationCommit, LogRecord, RunRecord, Segment, SpoolRecord, StageManifest, TableRef
 
@@ -34,40 +35,35 @@ class Link:
 def audit_history(found: Findings, name: str, stop: int | None = None) -> list[Link]:
     """Check the commits of `name` before iteration `stop` (all of them), those of its parents, and their segments."""
     record = found.record(paths.run_record(name), RunRecord)
-    segments = found.sequence(f"{name}/segments", lambda n: paths.segment(name, n), Segment, 0)
     first = record.parent_iteration if record else 0
     shared = first if stop is None else min(first, stop)
     inherited = audit_history(found, record.parent, shared) if record and record.parent else []
     last = committed(found.store, name, first)
     numbers = range(first, last if stop is None else min(stop, last))
     own = parallel(lambda k: _link(found, name, k), numbers)
-    root = bytes_digest(found.store, paths.run_record(name)) if record else ""
+    root = run_digest(found.store, name) if record else ""
     _check_links(found, inherited[-1] if inherited else Link(paths.run_record(name), root, None), own)
-    for n in sorted({link.commit.segment for link in own if link.commit} - segments.keys()):
-        path = paths.segment(name, n)
-        if path not in found.seen:
-            found.report(path, "missing", "the recipe of the iterations that were committed under it")
+    named = max((link.commit.segment for link in own if link.commit), default=-1)
+    found.sequence(partial(paths.segment, name), Segment, 0, named)
     return [*inherited, *own]
 
 
 def committed(store: Store, name: str, first: int) -> int:
     """The iteration after the last commit, even if an earlier commit is missing."""
-    last = last_number(store, partial(paths.iteration_commit, name), first)
-    folders = (child.removeprefix("iteration=") for child in store.children(name) if child.startswith("iteration="))
-    numbers = (int(folder) for folder in folders if folder.isdecimal())
-    beyond = [k for k in numbers if k > last and store.exists(paths.iteration_commit(name, k))]
-    return max([last, *beyond]) + 1
+    path = partial(paths.iteration_commit, name)
+    last = last_number(store, path, first)
+    return max([last, *(k for k in listed_numbers(store, path) if k > last and store.exists(path(k)))]) + 1
 
 
 def _link(found: Findings, name: str, k: int) -> Link:
     path = paths.iteration_commit(name, k)
     affects = f"everything that iteration {k} selects, and the chain from there on"
-    read = partial(read_with_digest, found.store, path, IterationCommit)
-    commit, digest = found.attempt(path, affects, read) or (None, "")
-    if commit is not None and (commit.run, commit.iteration) != (name, k):
-        found.report(path, f"is the commit of iteration {commit.iteration} of run {commit.run!r}", affects)
-        commit, digest = None, ""
-    return Link(path, digest, commit)
+
+    def read() -> Link:
+        commit, digest = read_commit(found.store, name, k)
+        return Link(path, digest, found.checked(path, commit))
+
+    return found.attempt(path, affects, read) or Link(path, "", None)
 
 
 def _check_links(found: Findings, before: Link, own: list[Link]) -> None:
@@ -83,9 +79,18 @@ def _check_links(found: Findings, before: Link, own: list[Link]) -> None:
 
 
 def audit_log(found: Findings, name: str, links: list[Link]) -> None:
-    """Check that each log line has the digest of the line before it, and that the commits it records still exist."""
-    log = found.sequence(f"{name}/log", lambda n: paths.log(name, n), LogRecord, 1)
+    """Check that each log line has the digest of the line before it, and that what it records still exists.
+
+    Each commit names the last line that it knows: so many are there.
+    """
+    named = {c.log_records: c.log for c in (link.commit for link in links) if c and c.run == name and c.log_records}
+    log = found.sequence(partial(paths.log, name), LogRecord, 1, max(named, default=0))
+    for n in named.keys() & log.keys():
+        if log_digest(found.store, name, n) != named[n]:
+            found.report(paths.log(name, n), "replaced: a commit records another digest")
     for n, record in log.items():
+        if (path := _written_before(name, record)) and not found.store.exists(path):
+            found.report(path, f"missing: line {n} of the log says that it was written")
         if (n - 1 in log or n == 1) and record.previous != log_digest(found.store, name, n - 1):
             found.report(paths.log(name, max(n - 1, 1)), f"replaced: line {n} of the log records another digest")
         iterations, head = record.details.get("iterations"), record.details.get("head")  # of the last commit
@@ -96,6 +101,15 @@ def audit_log(found: Findings, name: str, links: list[Link]) -> None:
             found.report(paths.iteration_commit(name, iterations - 1), what)
         elif links[iterations - 1].digest not in ("", head):
             found.report(links[iterations - 1].path, f"replaced: line {record.n} of the log records another digest")
+
+
+def _written_before(name: str, line: LogRecord) -> str:
+    """The path of the record that was written before this line of the log about it; empty for most lines."""
+    if line.action in ("tagged", "protected"):
+        return paths.tag(name, str(line.details["tag"]))
+    if line.action in ("forked", "replayed"):
+        return paths.reference(str(line.details["parent"]), str(line.details["child"]))
+    return ""
 
 
 # ── the spool ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,15 +131,14 @@ def audit_spool(found: Findings, name: str, links: Sequence[Link]) -> dict[str, 
 
 
 def _records(found: Findings, run: str) -> Records:
-    listed = [int(child) for child in found.store.children(paths.spool(run)) if child.isdecimal()]
+    listed = listed_numbers(found.store, lambda n: paths.spool_record(run, n, 0))
     starts = max([number_of_starts(found.store, run), *(start + 1 for start in listed)])
     return {path: record for start in range(starts) for path, record in _start(found, run, start)}
 
 
 def _start(found: Findings, run: str, start: int) -> Iterator[tuple[str, SpoolRecord]]:
     """The valid records of a start."""
-    folder = f"{paths.spool(run)}/{start}"
-    records = found.sequence(folder, lambda n: paths.spool_record(run, start, n), SpoolRecord, 0)
+    records = found.sequence(partial(paths.spool_record, run, start), SpoolRecord, 0)
     if not records:
         found.record(paths.spool_record(run, start, 0), SpoolRecord)
     closed = next((n for n, record in records.items() if record.kind == "closed"), None)

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from areal_tasks.store.backend import Missing, Store, StoreError
-from areal_tasks.store.commit import last_number, read_record
+from areal_tasks.store.backend import Missing, Store, StoreError, damaged
+from areal_tasks.store.commit import last_number, listed_numbers, read_record
 from areal_tasks.store.objects.inventory import check_sha256
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.shards import content_digest, read_shard
-from schemas.manifest import FileRef, TableRef
-from schemas.record import StoredRecord
+from schemas.manifest import FileRef, RunRecord, TableRef
+from schemas.record import SEALED_PATH, StoredRecord
 
 R = TypeVar("R", bound=StoredRecord)
 T = TypeVar("T")
@@ -55,6 +55,8 @@ class Findings:
     readers: dict[str, list[str]] = field(default_factory=dict)  # stage manifest -> manifests that read it
     names: dict[str, str] = field(default_factory=dict)  # stage manifest -> `verify of iteration 3`
     groups: dict[str, Counter[int]] = field(default_factory=dict)  # rows by group, of the shards of tables `rollout`
+    schemas: dict[str, int] = field(default_factory=dict)  # of each run's `run.json`
+    owners: dict[str, set[int]] = field(default_factory=dict)  # those that a run's records name
     queue: list[Callable[[], object]] = field(default_factory=list)
     total: int = 0  # bytes to be hashed
     done: int = 0
@@ -77,17 +79,34 @@ class Findings:
 
     def record(self, path: str, model: type[R], sha256: str = "", affects: str = "") -> R | None:
         """The record at `path`; None, and a defect, if it is missing or damaged."""
-        return self.attempt(path, affects, lambda: read_record(self.store, path, model, sha256 or None))
 
-    def sequence(self, folder: str, path_of: Callable[[int], str], model: type[R], first: int) -> dict[int, R]:
-        """The numbered records of `folder`; one that is missing before the last is a defect.
+        def read() -> R:
+            return self.checked(path, read_record(self.store, path, model, sha256 or None))
 
-        The last is found by name; a listing, which may be stale, only adds records beyond a gap.
+        return self.attempt(path, affects, read)
+
+    def checked(self, path: str, record: R) -> R:
+        """The record, whose owner is noted, if no seal without its path has been put in the place of one with it.
+
+        A program that does not know the schema of `run.json` writes nothing into that run.
         """
-        names = (name.removesuffix(".json") for name in self.store.children(folder))
-        known = last_number(self.store, path_of, first)
-        numbers = [*(int(name) for name in names if name.isdecimal()), known]
-        found = {n: self.record(path_of(n), model) for n in range(first, max(numbers, default=first - 1) + 1)}
+        run, schema = path.split("/")[0], record.schema_version
+        if isinstance(record, RunRecord):
+            self.schemas[run] = schema
+        if schema < SEALED_PATH <= self.schemas.get(run, 0):
+            raise damaged(self.store, path, f"it is of schema {schema}, before which its run did not exist")
+        made, details = getattr(record, "provenance", None), getattr(record, "details", {})
+        self.owners.setdefault(run, set()).add(made.owner if made else int(details.get("owner", 0)))
+        return record
+
+    def sequence(self, path_of: Callable[[int], str], model: type[R], first: int, named: int = -1) -> dict[int, R]:
+        """The numbered records from `first` on; one that is missing before the last is a defect.
+
+        The last is found by name; a listing, which may be stale, only adds records beyond a gap. `named`: the largest
+        number that another record names.
+        """
+        numbers = [*listed_numbers(self.store, path_of), last_number(self.store, path_of, first), named]
+        found = {n: self.record(path_of(n), model) for n in range(first, max(numbers) + 1)}
         for n, record in found.items():
             if record is not None and getattr(record, "n", n) != n:
                 self.report(path_of(n), f"holds record {getattr(record, 'n', n)}, not {n}")

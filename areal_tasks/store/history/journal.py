@@ -10,11 +10,18 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Missing, Store
-from areal_tasks.store.commit import append_record, bytes_digest, last_number, new_attempt, read_record
+from areal_tasks.store.commit import (
+    append_record,
+    bytes_digest,
+    checked_last_number,
+    last_number,
+    new_attempt,
+    read_record,
+)
 from areal_tasks.store.parallel import parallel
 from areal_tasks.store.provenance import now
 from schemas.manifest import ACTIONS, BEGINNINGS, ENDINGS, LogRecord
@@ -56,7 +63,7 @@ def append_log(
 
 def read_log(store: Store, run: str, after: int = 0) -> list[LogRecord]:
     """The log of `run` after its first `after` lines, oldest first; empty for a run of schema 1, which had none."""
-    numbers = range(after + 1, log_length(store, run) + 1)
+    numbers = range(after + 1, checked_last_number(store, partial(paths.log, run)) + 1)
     return parallel(lambda n: read_record(store, paths.log(run, n), LogRecord), numbers)
 
 
@@ -84,9 +91,22 @@ def code_of_last_start(store: Store, run: str) -> dict[str, str]:
     return {}
 
 
-def log_length(store: Store, run: str) -> int:
-    """How many lines the log has; O(log n) reads and no listing."""
-    return last_number(store, partial(paths.log, run))
+def log_length(store: Store, run: str, known: int = 0) -> int:
+    """How many lines the log has, at least `known`; O(log n) requests beyond these and no listing."""
+    return last_number(store, partial(paths.log, run), known + 1)
+
+
+class LogHead(NamedTuple):
+    """The number of lines of a log, and the SHA-256 of the bytes of the last one (empty: none)."""
+
+    lines: int = 0
+    digest: str = ""
+
+
+def log_head(store: Store, run: str, known: LogHead = LogHead()) -> LogHead:
+    """The head of the log of `run`; one request if that is still `known`."""
+    lines = log_length(store, run, known.lines)
+    return known if lines == known.lines else LogHead(lines, log_digest(store, run, lines))
 
 
 def log_digest(store: Store, run: str, n: int) -> str:

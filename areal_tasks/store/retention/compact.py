@@ -63,7 +63,7 @@ def compact(catalog: Catalog, regions: Sequence[Region], tables: Sequence[str] =
     before = [c.generation for c in list_compactions(run.store, run.name) if (c.first, c.stop) == (first, stop)]
     path = paths.compaction(run.name, first, stop, max(before, default=0) + 1, record.attempt)
     with suppress(Exists):  # the name holds the attempt: only this put, when repeated, finds one
-        run.store.create(path, record.encode())
+        run.store.create(path, record.encode(path))
     return record
 
 

@@ -6,7 +6,7 @@ Planning changes nothing; `gc_remove` removes files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from areal_tasks.rollout.settled import settled_after
 from areal_tasks.store import paths
 from areal_tasks.store.backend import Store
 from areal_tasks.store.catalog import list_compactions, valid_compactions
-from areal_tasks.store.commit import last_present, read_record
+from areal_tasks.store.commit import check_owners, last_present, missing_before, read_record
 from areal_tasks.store.history.journal import end_of_start
 from areal_tasks.store.objects.inventory import Entry, entries, store_time
 from areal_tasks.store.parallel import parallel
@@ -26,7 +26,15 @@ from areal_tasks.store.runs import Run, load_run, no_run, run_names
 from areal_tasks.store.weights import read_tags
 from schemas.compaction import Compaction
 from schemas.errors import UserError
-from schemas.manifest import IterationCommit, Reference, SpoolRecord, StageManifest, WeightsManifest, WeightsRef
+from schemas.manifest import (
+    IterationCommit,
+    Reference,
+    SpoolRecord,
+    StageManifest,
+    StageRef,
+    WeightsManifest,
+    WeightsRef,
+)
 
 #: A reference is written before its derived run is created: for this long, it counts although that run does not exist.
 REFERENCE_SECONDS: Final = 3600.0
@@ -85,6 +93,8 @@ def plan_removals(store: Store, rule: RetentionRule, *only: str) -> list[Removal
             raise no_run(store, name)
     # the manifests of weights and checkpoints that any commit, or any stage `initialise`, names
     named = {path for run in runs.values() for path in (*reachable(run.commits, WeightsRef), *run.initial)}
+    for run in runs.values():
+        _check_whole(run, runs)
     needed, found = needed_weights(runs.values()), list[Removal]()
     for run in (runs[name] for name in only or runs):
         found += [*_unselected(run, named, rule), *_spooled(run, rule), *_temporary(run, rule)]
@@ -332,6 +342,18 @@ def needed_weights(runs: Collection[RunFiles]) -> set[str]:
             found |= _referred(run, reference)
         found |= _restart(run.commits) | set(run.initial)
     return found
+
+
+def _check_whole(run: RunFiles, runs: Mapping[str, RunFiles]) -> None:
+    """StoreError if a record is missing without which files of a run, of its parent or of a start would seem unused."""
+    check_owners(run.store, run.name, run.owner, [c.provenance.owner for c in run.commits if c.run == run.name])
+    needed = [*reachable(run.commits, StageRef), *reachable(run.commits, WeightsRef)]
+    if run.run.record.parent and run.run.record.schema_version > 1:
+        needed.append(paths.reference(run.run.record.parent, run.name))
+    for path in needed:
+        listed = runs.get(path.split("/")[0])
+        if (listed is None or path not in listed.by_path) and not run.store.exists(path):
+            raise missing_before(run.store.uri(path))
 
 
 def _restart(commits: Sequence[IterationCommit]) -> set[str]:
