@@ -177,9 +177,10 @@ def last_owner(store: Store, run: str) -> int:
 
 
 def check_owners(store: Store, run: str, last: int, named: Iterable[int]) -> None:
-    """StoreError if records name starts of the flow after the `last` of which there is a record."""
-    if max(named, default=0) > last:
-        raise missing_before(store.uri(paths.owner(run, last + 1)))
+    """StoreError if records name starts of the flow after the `last`, of which the next has no record."""
+    following = paths.owner(run, last + 1)
+    if max(named, default=0) > last and not store.exists(following):  # else it has begun since `last` was found
+        raise missing_before(store.uri(following))
 
 
 def checked_last_number(store: Store, path: Callable[[int], str], first: int = 1, ahead: Sequence[int] = ()) -> int:

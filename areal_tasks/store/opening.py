@@ -115,8 +115,6 @@ def read_stored_run(store: Store, name: str, origin: Origin | None = None) -> St
     owner = checked_last_number(store, partial(paths.owner, name), 1, AHEAD)
     segments = read_segments(store, name)
     check_owners(store, name, owner, [segment.provenance.owner for segment in segments])
-    if owner:
-        read_record(store, paths.owner(name, owner), OwnerRecord)
     stored = StoredRun(store, name, origin_of(record), parent, record, segments, owner)
     if last < record.parent_iteration:
         return stored

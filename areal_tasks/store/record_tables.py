@@ -44,7 +44,7 @@ OTHER_SETTINGS: Final = "made with other settings: it begins again"
 
 def log_table(run: Run) -> pa.Table:
     """The rows of the view `log`: of this run, not of its parents."""
-    lines, head = read_log(run.store, run.name), run.head()
+    head, lines = run.head(), read_log(run.store, run.name)
     if head is not None and head.run == run.name and head.log_records > len(lines):
         raise missing_before(run.store.uri(paths.log(run.name, head.log_records)))
     return pa.Table.from_pylist([_log_row(line) for line in lines], schema=LOG)

@@ -276,9 +276,10 @@ def check_follows(store: Store, path: str, commit: IterationCommit, previous: st
 
 
 def check_segment(store: Store, commit: IterationCommit, segments: Sequence[Segment]) -> None:
-    """StoreError unless the recipe segment of a commit is among those that were read of its run."""
-    if commit.segment >= len(segments):
-        raise missing_before(store.uri(paths.segment(commit.run, len(segments))))
+    """StoreError if the recipe segment of a commit is missing: it is not among `segments`, nor written since."""
+    following = paths.segment(commit.run, len(segments))
+    if commit.segment >= len(segments) and not store.exists(following):
+        raise missing_before(store.uri(following))
 
 
 def superseded(name: str, why: str) -> Superseded:

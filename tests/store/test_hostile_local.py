@@ -182,17 +182,6 @@ def test_a_record_that_is_lost_or_altered_is_named_and_nothing_is_written_over_i
     assert [p for p in listed(local_store, "") if "owners" not in p] == [p for p in before if "owners" not in p]
 
 
-@pytest.mark.parametrize("lost", [1, 2, 5])
-def test_a_commit_lost_in_the_middle_is_missed_by_whoever_starts_the_run(local_store: Store, lost: int) -> None:
-    build(open_run(local_store, "run", recipe()), range(9), {})
-    Path(local_store.uri(f"run/iteration={lost:06d}/commit.json")).unlink()
-    with pytest.raises(StoreError, match=rf"iteration={lost:06d}/commit\.json (is missing|does not exist)"):
-        run = open_run(local_store, "run", recipe())
-        head = run.head()
-        assert head is not None and head.iteration == 8, "it goes on where it stood"
-        run.commit(lost)
-
-
 # ── a clock that jumps ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
