@@ -54,6 +54,11 @@ def signature(run: str, key: str, root: str) -> str:
     return f"{run}/signatures/{key}-{root}.json"
 
 
+def by_owner(run: str, folder: str, owner: int) -> str:
+    """The folder of the records of one kind that a start of the flow has written."""
+    return f"{run}/{folder}/owner={owner}"
+
+
 def service(run: str, owner: int, name: str, restart: int) -> str:
     return f"{run}/services/owner={owner}/{name}-{restart}.json"
 

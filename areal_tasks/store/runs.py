@@ -333,8 +333,9 @@ def run_names(store: Store) -> list[str]:
     """The names of all runs of the store, sorted; also of one whose `run.json` is missing, which `load_run` refuses."""
 
     def is_run(name: str) -> bool:
-        removed = partial(store.exists, paths.run_tombstone(name))
-        return store.exists(paths.run_record(name)) or (has_begun(store, name) and not removed())
+        if store.exists(paths.run_record(name)):
+            return True
+        return has_begun(store, name) and not store.exists(paths.run_tombstone(name))
 
     return [name for name in store.children("") if NAME.fullmatch(name) and is_run(name)]
 

@@ -213,7 +213,7 @@ def _records(found: Findings, name: str) -> None:
         for owner in found.store.children(f"{name}/{folder}"):
             found.folder(f"{name}/{folder}/{owner}", model)
     for folder, (path, model) in _NUMBERED_BY_OWNER.items():
-        for n in listed_numbers(found.store, lambda n, folder=folder: f"{name}/{folder}/owner={n}"):
+        for n in listed_numbers(found.store, partial(paths.by_owner, name, folder)):
             for record in found.sequence(partial(path, name, n), model, 1).values():
                 if isinstance(record, SystemRecord):
                     found.add_file(record.shard, "the view system")
