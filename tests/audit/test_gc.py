@@ -22,7 +22,7 @@ from areal_tasks.store import paths
 from areal_tasks.store.backend import Store, StoreError, open_store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.history.audit import audit
-from areal_tasks.store.history.journal import append_log, read_log
+from areal_tasks.store.history.journal import append_log, log_head, read_log
 from areal_tasks.store.objects.files import read_weights
 from areal_tasks.store.objects.inventory import Entry, entries
 from areal_tasks.store.opening import open_run
@@ -131,8 +131,9 @@ def test_old_versions_go_and_the_run_is_audited_and_goes_on(folder: Path, expect
     assert {removed.reason for removed in report.removed} == {"--keep-weights 1", "--keep-checkpoints 1"}
     assert read_log(store, "r")[-2].details["versions"] == "1 2 3"
     assert plan_removals(store, NEWEST) == []
-    drive(folder, "r", short(ITERATIONS + 1))
+    head = drive(folder, "r", short(ITERATIONS + 1)).head()
     assert digests(folder, "r") == expected
+    assert head is not None and (head.log_records, head.log) == log_head(store, "r"), "commits name the last line"
 
 
 def test_at_least_one_version_is_kept() -> None:
