@@ -170,7 +170,8 @@ def sft_examples(prompts: pa.Table, data: Data, tokenizer: PreTrainedTokenizerBa
     The prompt's ids are exactly those from which rollouts generate.
     """
     columns = [prompts.column(name).to_pylist() for name in ("prompt_id", "prompt", "answer", "input_ids")]
-    answers = encode_answers(_rendered(columns[1], data, tokenizer), columns[2], tokenizer)
+    rows = [*map(Row, *columns[:3])]
+    answers = encode_answers(render_messages(rows, columns[1], data, tokenizer), columns[2], tokenizer)
     return [
         Example(number, prompt, answer, [*ids, *more], [False] * len(ids) + [True] * len(more))
         for number, prompt, answer, ids, more in zip(*columns, answers, strict=True)
