@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from areal_tasks.rewards.math.answers import Answer, TooLarge, Words, read_answer
+from areal_tasks.rewards.math.answers import Answer, TooLarge, Words, chosen, read_answer
 from areal_tasks.rewards.math.equal import equal
 from areal_tasks.rewards.math.final import NoAnswer, final_answer, reference_answer
 from areal_tasks.rewards.protocol import Verdict
@@ -21,7 +21,7 @@ def verify(prompt: str, completion: str, answer: str, truncated: bool = False, s
     try:
         unfinished = truncated or stop_reason == "abort"
         found = final_answer(completion, prompt, unfinished, words=isinstance(reference, Words))
-        right = equal(reference, read_answer(found))
+        right = equal(reference, read_answer(chosen(found, reference)))
     except NoAnswer as error:
         return Verdict(0.0, "unparseable", detail=str(error))
     except TooLarge as error:

@@ -10,31 +10,32 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Factors written as words or letters after a number.
+#: Factors written as words or letters after a number; words also in the plural.
 MULTIPLIERS: Final = {
-    "dozen": 12,
-    "dozens": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "k": 10**3,
-    "K": 10**3,
-    "M": 10**6,
-    "bn": 10**9,
+    **{"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "crore": 10**7},
+    **{"million": 10**6, "billion": 10**9, "trillion": 10**12, "quadrillion": 10**15, "quintillion": 10**18},
+    **{"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "mil": 10**6, "mn": 10**6, "bil": 10**9, "bn": 10**9},
+    **{
+        "百": 100,
+        "千": 10**3,
+        "万": 10**4,
+        "萬": 10**4,
+        "亿": 10**8,
+        "億": 10**8,
+        "천": 10**3,
+        "만": 10**4,
+        "억": 10**8,
+    },
 }
 
 MAX_WORDS: Final = 6
 
 #: Words that change the number before them.
-VALUES: Final = _words(
+VALUES: Final = MULTIPLIERS.keys() | _words(
     """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands million
-    millions billion billions trillion trillions dozen dozens lakh crore grand gross half halves third thirds fourth
-    fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths
-    thousandth thousandths squared cubed factorial plus minus base mod pi tau infinity inf nan sqrt bn
-    sin cos tan log ln exp max i e"""
+    eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety grand gross score half halve third fourth
+    fifth sixth seventh eighth ninth tenth hundredth thousandth millionth squared cubed factorial plus minus base mod
+    root double triple quadruple twice thrice pi tau infinity inf nan sqrt sin cos tan log ln exp max i e"""
 )
 #: Words that retract the number before them, or offer another.
 DOUBTS: Final = _words(
@@ -44,6 +45,8 @@ DOUBTS: Final = _words(
 _LINKS: Final = _words("and over under above below than roughly approximately about around almost nearly")
 #: Words that are not part of a unit; any other word may be.
 _NO_UNITS: Final = VALUES | DOUBTS | _LINKS
+#: Parts of words in scripts without blanks that make another number, or another claim, of the one before.
+_OTHER_SCRIPTS: Final = re.compile("[十百千万萬亿億兆半多余餘或和至到不천만억]|分之|以上|以下")
 _FILLERS: Final = _words("of per a an the in each every total all altogether left more worth overall")
 #: A unit's canonical name, and its other names; plurals are made singular first.
 _SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro € eur; pound £ gbp lb; yen ¥ jpy;
@@ -54,11 +57,12 @@ _SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro 
 _CANONICAL: Final = {word: names.split()[0] for names in _SAME.split(";") for word in names.split()}
 _COMPOUND: Final = {"mph": ("mile", "hour"), "kmh": ("kilometer", "hour"), "kph": ("kilometer", "hour")}
 #: Units of two letters that are not listed above. Other words of two letters are variables.
-_SHORT: Final = _words("am pm st nd rd th pt qt mg kw hz pa kb mb gb tb ha ms ns kj cc rs tv pc")
+_SHORT: Final = _words("am pm st nd rd th pt qt mg kw hz pa kb mb gb tb ha ms ns kj cc rs tv pc ev mu")
 _POWERS: Final = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
 _LETTERS: Final = frozenset("ahsmglLWVNJCF%$€£¥₹¢")  # letters and signs that are units, or the article
+_ABBREVIATED: Final = frozenset("AKTH")  # units only where the mark of `\text{}` tells them from variables
 _WORD: Final = re.compile(
-    r"(?P<word>[^\W\d_]+|[%$€£¥₹¢])\.?\s*(?:\^\s*\{?(?P<power>-?[123])\}?|(?P<after>squared|cubed)\b)?[\s/*'-]*"
+    r"(?P<word>[^\W\d_]+|[%$€£¥₹¢])(?P<mark>\u2024?)\.?\s*(?:\^\s*\{?(?P<power>-?[123])\}?|(?P<after>squared|cubed)\b)?[\s/*'-]*"
 )
 
 
@@ -67,8 +71,9 @@ def unit_of(text: str) -> frozenset[str] | None:
 
     `text` is all that follows a number: without a blank, only a well-known unit is one (`5kg`, not `5ab`).
     """
-    attached = text[:1].isalpha()
-    text = text.strip().replace("per cent", "percent").replace(r"\cdot", "*").lstrip("/-* ")
+    attached = text[:1].isalpha() and text[:1].isascii()
+    text = text.strip().replace("per cent", "percent").replace(r"\mu", "mu").replace(r"\cdot", "*").lstrip("-")
+    text = text if text.rstrip("/* ") == "" else text.lstrip("/* ")
     if text[:1] + text[-1:] in ("()", "[]"):
         text = text[1:-1]
     words = list(_WORD.finditer(text))
@@ -94,14 +99,18 @@ def compatible(reference: frozenset[str], found: frozenset[str]) -> bool:
 
 def _is_unit(match: re.Match[str]) -> bool:
     word = match["word"]
-    return _is_known(word) if len(word) <= 2 else word.lower() not in _NO_UNITS
+    if not word.isascii():
+        return not _OTHER_SCRIPTS.search(word)
+    if len(word) <= 2:
+        return _is_known(word) or bool(match["mark"] and word in _ABBREVIATED)
+    return word.lower() not in _NO_UNITS and singular(word.lower()) not in VALUES
 
 
 def _is_known(word: str) -> bool:
     if len(word) == 1:
         return word in _LETTERS
     word = word.lower()
-    return any(word in known for known in (_FILLERS, _SHORT, _POWERS, _COMPOUND)) or _singular(word) in _CANONICAL
+    return any(word in known for known in (_FILLERS, _SHORT, _POWERS, _COMPOUND)) or singular(word) in _CANONICAL
 
 
 def _parts(match: re.Match[str], power: str) -> list[str]:
@@ -111,11 +120,12 @@ def _parts(match: re.Match[str], power: str) -> list[str]:
     if word in _FILLERS or word in _POWERS:
         return []
     power = f"^{match['power']}" if match["power"] else _POWERS.get(match["after"] or "", power)
-    word = _singular(word)
+    word = singular(word)
     return [name + power for name in _COMPOUND.get(word, (_CANONICAL.get(word, word),))]
 
 
-def _singular(word: str) -> str:
+def singular(word: str) -> str:
+    """`word`, in lower case, without the ending of the plural."""
     if word in _CANONICAL or len(word) < 3 or word.endswith("ss"):
         return word
     if word.endswith("ies"):
