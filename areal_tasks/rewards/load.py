@@ -14,7 +14,7 @@ from areal_tasks.user_code import find_function, missing_module
 from schemas.errors import UserError
 
 #: The built-in verifiers, each with its version, which is raised when its verdicts change.
-BUILT_IN: Final = {"math": ("areal_tasks.rewards.math:verify", 3), "exact": ("areal_tasks.rewards.exact:verify", 1)}
+BUILT_IN: Final = {"math": ("areal_tasks.rewards.math:verify", 4), "exact": ("areal_tasks.rewards.exact:verify", 1)}
 
 #: Passed to a verifier besides prompt, completion and answer, if it has a parameter of that name.
 _OPTIONAL: Final = ("truncated", "stop_reason")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, SupportsFloat, get_args
 
 VerdictName = Literal["correct", "incorrect", "unparseable", "timeout", "error"]
+
+#: The largest number that the column of rewards, of float32, can hold.
+FLOAT32_MAX: Final = (2 - 2**-23) * 2.0**127
 
 VERDICTS: Final[tuple[str, ...]] = get_args(VerdictName)
 
@@ -24,7 +26,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verifier's result for one completion. ValueError for a reward that is not finite or an unknown verdict."""
+    """A verifier's result for one completion. Its reward becomes a `float`, whatever kind of number is given.
+
+    ValueError for a reward that is not finite, or that float32 cannot hold, or an unknown verdict; TypeError for a
+    reward that is no number.
+    """
 
     reward: float
     verdict: VerdictName
@@ -34,18 +40,30 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict {self.verdict!r} is none of {', '.join(VERDICTS)}")
-        if not math.isfinite(self.reward):
-            raise ValueError(f"reward {self.reward} is not a finite number")
+        object.__setattr__(self, "reward", _as_reward(self.reward))
 
 
 def as_verdict(answer: object) -> Verdict:
     """A verifier's answer as a `Verdict`: a number is a reward, `correct` above 0, else `incorrect`. Else TypeError."""
     if isinstance(answer, Verdict):
         return answer
-    if not isinstance(answer, numbers.Real):
+    if not isinstance(answer, SupportsFloat):
         raise TypeError(f"the verifier returned {type(answer).__name__}; it must return a Verdict or a number")
-    reward = float(answer)
+    reward = _as_reward(answer)
     return Verdict(reward, "correct" if reward > 0 else "incorrect")
+
+
+def _as_reward(number: object) -> float:
+    """A finite number that float32 holds, of Python's, NumPy's, torch's or another library's kinds."""
+    if not isinstance(number, SupportsFloat):
+        raise TypeError(f"the reward must be a number, not {type(number).__name__}")
+    try:
+        reward = float(number)
+    except OverflowError:  # an int that is larger than any float
+        reward = math.inf
+    if not abs(reward) <= FLOAT32_MAX:  # nor is that of NaN
+        raise ValueError(f"reward {reward:g} is not a finite number that float32 can hold: scale your rewards")
+    return reward
 
 
 class Result(NamedTuple):

@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "gc": "retention:gc",
     "weights": "retention:weights",
     "doctor": "doctor:doctor",
+    "verify-cases": "verify_cases:verify_cases",
 }
 
 

@@ -19,6 +19,7 @@ NOT_EXECUTED: Final = {
     ". .venv/bin/activate": "the tests run in this environment",
     "arealflow run my-project/recipe.yaml": "tests/flows/test_user_projects.py executes it",
     "arealflow run recipe.yaml launcher.type=ray": "it needs GPUs of several machines",
+    "arealflow verify-cases": "tests/flows/test_verify_cases.py executes it",
     "cd /opt/src/arealflow": "a folder of the reader's machines",
     "deployments/ray/worker.sh": "for several machines: tests/machines/clusters.py",
     "docker compose": "it needs Docker; what the files name is checked in tests/docs/test_machines_page.py",

@@ -137,6 +137,7 @@ ACTS: dict[str, Any] = {
     "nothing": lambda: None,
     "string": lambda: "1.0",
     "nan": lambda: float("nan"),
+    "huge": lambda: Verdict(1e39, "correct"),
     "bad verdict": lambda: Verdict(1.0, "right"),  # type: ignore[arg-type]
     "long": lambda: Verdict(1.0, "correct", "é\ud800" * 10_000, "x" * 10_000),
     "thread": lambda: threading.Thread(target=loop_in_c).start(),

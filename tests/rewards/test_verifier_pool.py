@@ -85,6 +85,7 @@ MISDEEDS = {
     "nothing": ("error", "returned NoneType; it must return a Verdict or a number"),
     "string": ("error", "returned str"),
     "nan": ("error", "nan is not a finite number"),
+    "huge": ("error", "reward 1e+39 is not a finite number that float32 can hold: scale your rewards"),
     "bad verdict": ("error", "'right' is none of correct"),
 }
 

@@ -7,17 +7,21 @@ import os
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_tasks.rewards.exact import verify
 from areal_tasks.rewards.load import load_verifier
 from areal_tasks.rewards.pool import VerifierPool
-from areal_tasks.rewards.protocol import VERDICTS, Row, Verdict, as_verdict
+from areal_tasks.rewards.protocol import FLOAT32_MAX, VERDICTS, Row, Verdict, as_verdict
 from schemas import tables
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
@@ -41,9 +45,14 @@ def test_verdicts_are_those_of_the_table() -> None:
     assert VERDICTS == tables.VERDICTS
 
 
-@pytest.mark.parametrize("number", [1, 0.25, True, np.float32(0.5), Fraction(1, 2)])
-def test_a_positive_number_is_a_correct_verdict(number: Any) -> None:
-    assert as_verdict(number) == Verdict(float(number), "correct")
+@pytest.mark.parametrize(
+    "number",
+    [1, 0.25, True, Fraction(1, 2), Decimal("0.5"), np.float32(0.5), np.int64(2), np.bool_(True), torch.tensor(2)],
+)
+def test_a_positive_number_of_any_kind_is_a_correct_verdict(number: Any) -> None:
+    verdict = as_verdict(number)
+    assert verdict == Verdict(float(number), "correct") == Verdict(number, "correct")
+    assert type(verdict.reward) is type(Verdict(number, "correct").reward) is float
 
 
 @pytest.mark.parametrize("number", [0, -1.5, False])
@@ -51,10 +60,21 @@ def test_any_other_number_is_an_incorrect_verdict(number: Any) -> None:
     assert as_verdict(number) == Verdict(float(number), "incorrect")
 
 
-@pytest.mark.parametrize("answer", [None, "1", (1.0, "correct"), {"reward": 1}])
-def test_anything_else_is_refused(answer: object) -> None:
+@pytest.mark.parametrize("answer", [None, "1", (1.0, "correct"), {"reward": 1}, 1j])
+def test_anything_else_is_refused(answer: Any) -> None:
     with pytest.raises(TypeError, match="must return a Verdict or a number"):
         as_verdict(answer)
+    with pytest.raises(TypeError, match="reward must be a number"):
+        Verdict(answer, "correct")
+
+
+@given(st.floats() | st.integers(-(10**400), 10**400))
+def test_a_reward_is_kept_or_refused_with_a_remedy(number: float) -> None:
+    if -FLOAT32_MAX <= number <= FLOAT32_MAX:
+        assert np.isfinite(np.float32(Verdict(number, "correct").reward))
+    else:
+        with pytest.raises(ValueError, match="not a finite number that float32 can hold: scale your rewards"):
+            Verdict(number, "correct")
 
 
 @pytest.mark.parametrize(("reward", "verdict"), [(float("nan"), "correct"), (float("inf"), "correct"), (1.0, "right")])
