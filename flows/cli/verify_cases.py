@@ -12,7 +12,7 @@ import typer
 
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
-from flows.cli.output import AsJson, show
+from flows.cli.output import AsJson, echo, json_text, show
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
 
@@ -39,7 +39,7 @@ def verify_cases(
     wrong = [mistake(case, result) for case, result in zip(cases, found, strict=True) if differs(case, result)]
     rows = counts(cases, wrong)
     if as_json:
-        typer.echo(json.dumps({"counts": rows, "mistakes": wrong}, indent=1))
+        echo(json_text({"counts": rows, "mistakes": wrong}, "\n"))
         return
     show(rows, False, f"{file}: {len(cases)} cases, verifier {verifier}")
     if wrong:

@@ -16,8 +16,7 @@ def verify(prompt: str, completion: str, answer: str, truncated: bool = False, s
 
     ValueError when the reference holds no answer; the sample's verdict is then `error`.
     """
-    reference = _reference(answer)
-    found = ""
+    reference, found = _reference(answer), ""
     try:
         unfinished = truncated or stop_reason == "abort"
         found = final_answer(completion, prompt, unfinished, words=isinstance(reference, Words))

@@ -1,7 +1,4 @@
-r"""Parses an answer: a number with a unit, several answers, a formula, or words.
-
-Nothing is compared or computed here; answers too large for that are rejected.
-"""
+r"""Parses an answer: a number with a unit, several answers, a formula, or words. Nothing is compared or computed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Final
 
-from areal_tasks.rewards.math.spelling import plain, tidy
+from areal_tasks.rewards.math.spelling import MARK, plain, slashed, tidy
 from areal_tasks.rewards.math.units import MULTIPLIERS, singular, unit_of
 
 #: Longest answer, in characters, most answers in a list and deepest nesting of brackets; comparing more takes long.
@@ -59,15 +56,10 @@ class Words:
 
 Answer = Quantity | Group | Formula | Words
 
-_LETTERS: Final = "ABCDEFGHIJ"
-_CHOICE: Final = re.compile(
-    rf"(?:\((?P<letter>[{_LETTERS}])\)|(?P<other>[{_LETTERS}])(?:\)|[.:]\s))\s*(?P<content>\S.*)"
-)
 _DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:\ \d{3})+|\d+)(?![\d])"
 _DECIMAL: Final = rf"(?:{_DIGITS}(?:\.\d+|\.(?!\s|$))?|\.\d+)"
-_MONEY: Final = r"(?:US|A|C)?\$|[€£¥₹]|(?:USD|EUR|GBP)\b"
 _NUMBER: Final = re.compile(
-    rf"""(?P<sign>[-+]?)\s*(?P<money>{_MONEY})?\s*(?P<second>[-+]?)\s*
+    rf"""(?P<sign>[-+]?)\s*(?P<money>(?:US|A|C)?\$|[€£¥₹]|(?:USD|EUR|GBP)\b)?\s*(?P<second>[-+]?)\s*
     (?:(?P<whole>{_DIGITS})\s+(?=\d+/\d))?
     (?P<over>{_DECIMAL})(?:\s*/\s*(?P<under>{_DECIMAL}))?
     (?: [eE](?P<exponent>[-+]?\d{{1,3}})(?!\d)
@@ -75,36 +67,27 @@ _NUMBER: Final = re.compile(
     )?""",
     re.VERBOSE,
 )
-_FRACTION: Final = re.compile(r"(?:(\d+)\s*)?\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_FACTOR: Final = re.compile(r"\s*(?P<factor>[A-Za-z]+(?![A-Za-z])(?!\u2024)|[^\x00-\x7f])")
-_RATIO: Final = re.compile(r"\d+(?:\s*:\s*\d+)+")
-_BASE: Final = re.compile(r"(\d+)_\{?(\d{1,2})\}?")
+_FACTOR: Final = re.compile(r"\s*(?P<factor>[A-Za-z]+(?![A-Za-z])(?!(?<=K)\u2024)|[^\x00-\x7f])\u2024?")
 _SEPARATORS: Final = (r";", r",\s+(?:and|or)\s+|\s+(?:and|or)\s+|,\s+", r",")
 _CLOSES: Final = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}"}
-_OUTWARD: Final = {"]": "(", "[": ")"}  # ]0,1[ is (0,1)
-_EMPTY: Final = re.compile(r"\\emptyset|\\varnothing|\\\{\s*\\\}|(?:the )?(?:empty|null) set", re.IGNORECASE)
-_ENVIRONMENT: Final = re.compile(r"\\(?:begin|end)\{[a-z]+\}")
-_WORDS: Final = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
+_VECTOR: Final = re.compile(r"^\\begin\{[pb]?matrix\}([^&]*?)(?:\\\\)?\s*\\end\{[pb]?matrix\}$")  # of one column
+#: Letters that are neither a product of variables nor the points of a figure.
+_PROSE: Final = re.compile(
+    r"(?<![A-Za-z\\])(?![A-Z]+(?![A-Za-z]))(?:(?!degrees)[A-Za-z]{4,}|(?![a-z]{3}(?![a-z]))[A-Za-z]{3}"
+    r"|or|no|if|is|to|it|so|we|he|yes|all|odd)(?![A-Za-z])|(?<![\\A-Za-z])(?:[A-Za-z]+\s+[a-z]{3}(?![a-z])|[a-z]{3}\s+\w)"
+)
 #: A unit after a formula, in letters that are no variables.
 _TAIL: Final = re.compile(
     r"(?:(?<=[\d})]\s)|(?<=pi\s))(?:[A-Za-z]{3,}|[A-Za-z]{1,2}\u2024|[cmk]m|kg|%)[A-Za-z\d\s^{}/*%\u2024-]*$"
 )
-_NO_FORMULA: Final = re.compile(
-    r"[:?#`@~]|(?<!_)\d\s+\d|\d_|[^\x00-\x7f]|[-+*/]$|\\(?:cdot|times)$|\.\s|[A-Za-z]\."
-    r"|(?<![\\A-Za-z])[A-Za-z]+\s+[a-z]{3}(?![a-z])|(?<![\\A-Za-z])[a-z]{3}\s+\w"  # prose
-)
-_ANGLES: Final = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z]).*degrees")
-_NO_VARIABLES: Final = frozenset({"or", "no", "if", "is", "to", "it", "so", "we", "he", "yes", "all", "odd"})
+_NO_FORMULA: Final = re.compile(r"[:?#`@~]|(?<!_)\d\s+\d|\d_|[^\x00-\x7f]|[-+*/']$|\\(?:cdot|times)$|\.\s|[A-Za-z]\.")
 #: Words, then a colon, `=` or `is`: `total = 5`, `The area is 5`.
 _NAME: Final = re.compile(
     r"^(?!(?:sin|cos|tan|log|max|min)\b)[A-Za-z]{3,}[A-Za-z .]*(?:[:=]|(?<= is)\s|(?<=equals)\s)\s*(?=\S)"
 )
-_PUNCTUATION: Final = re.compile(r"\u2024|(?<!\d)[.,'-]|[.,'-](?!\d)|\breal\b")
-_FUNCTIONS: Final = (
-    *("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc"),
-    *("sqrt", "log", "exp", "max", "min", "gcd", "lcm", "det", "ln", "pi"),
+_NAMES: Final = re.compile(
+    r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|sqrt|log|exp|max|min|gcd|lcm|det|ln|pi)(?![A-Za-z])"
 )
-_NAMES: Final = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_FUNCTIONS)})(?![A-Za-z])")
 
 
 def read_answer(text: str) -> Answer:
@@ -117,25 +100,19 @@ def read_answer(text: str) -> Answer:
 
 
 def chosen(text: str, reference: Answer) -> str:
-    """Of an answer such as `(C) 12`, the letter or the content, whichever the reference has; any other answer as it is."""
-    choice = _CHOICE.fullmatch(tidy(plain(text[:MAX_ANSWER])))
-    if choice is None:
-        return text
-    letter = choice["letter"] or choice["other"]
-    return letter if isinstance(reference, Formula) and reference.latex.upper() in _LETTERS else choice["content"]
+    """Of an answer such as `(C) 12`, the letter or the content, as the reference has it; any other answer as it is."""
+    choice = re.fullmatch(r"\(?(?P<letter>[A-J])(?:\)|[.:]\s)\s*(?P<content>\S.*)", tidy(plain(text[:MAX_ANSWER])))
+    is_letter = isinstance(reference, Formula) and len(reference.latex) == 1 and reference.latex.upper() in "ABCDEFGHIJ"
+    return text if choice is None else choice["letter" if is_letter else "content"]
 
 
 def _read(text: str) -> Answer:
     text = _NAME.sub("", text)
-    if _EMPTY.fullmatch(text):
+    if re.fullmatch(r"(?i)\\emptyset|\\varnothing|\\\{\s*\\\}|(?:the )?(?:empty|null) set", text):
         return Group("{}", (), text)
-    found = _quantity(text) or _special(text) or _bracketed(text) or _listed(text) or _formula(text)
-    return found or _words(text)
-
-
-def _words(text: str) -> Words:
-    words = [singular(word) for word in _PUNCTUATION.sub("", text.casefold()).split()]
-    return Words("".join(words) or "".join(text.split()))
+    found = _quantity(text) or _ratio(text) or _grouped(text) or _formula(text)
+    words = re.sub(rf"{MARK}|(?<!\d)[.,'-]|[.,'-](?!\d)|\breal\b", "", text.casefold()).split()
+    return found or Words("".join(map(singular, words)) or "".join(text.split()))
 
 
 def leading_number(text: str) -> tuple[Quantity, str, str] | None:
@@ -149,17 +126,6 @@ def leading_number(text: str) -> tuple[Quantity, str, str] | None:
     while (word := _FACTOR.match(text, end)) and (factor := _factor(word["factor"])):
         value, end = value * factor, word.end()
     return Quantity(value, unit_of(match["money"] or "") or frozenset()), text[:end], text[end:]
-
-
-def slashed(text: str) -> str:
-    r"""`text` with its numeric fractions, such as 1\frac{1}{2}, as 1 1/2."""
-    return _FRACTION.sub(_slashed, text)
-
-
-def _slashed(match: re.Match[str]) -> str:
-    whole, *digits = match.groups()
-    over, under = (digit for digit in digits if digit)
-    return f"{whole} {over}/{under}" if whole else f"{over}/{under}"
 
 
 def _factor(word: str) -> int:
@@ -186,74 +152,52 @@ def _quantity(text: str) -> Quantity | None:
     return None if found is None or unit is None else Quantity(found[0].value, found[0].unit | unit)
 
 
-def _special(text: str) -> Answer | None:
-    """A ratio in its lowest terms, or a number in another base."""
-    if _RATIO.fullmatch(text):
-        parts = [int(part) for part in text.split(":")]
-        divisor = math.gcd(*parts) or 1
-        return Group(":", tuple(Quantity(Fraction(part // divisor)) for part in parts), text)
-    based = _BASE.fullmatch(text)
-    if based and 2 <= int(based[2]) <= 10 and all(int(digit) < int(based[2]) for digit in based[1]):
-        return Quantity(Fraction(int(based[1], int(based[2]))))
-    return None
+def _ratio(text: str) -> Group | None:  # in its lowest terms
+    parts = [int(part) for part in text.split(":")] if re.fullmatch(r"\d+(\s*:\s*\d+)+", text) else []
+    return Group(":", tuple(Quantity(Fraction(part, math.gcd(*parts) or 1)) for part in parts), text) if parts else None
 
 
-def _bracketed(text: str) -> Answer | None:
-    if text[:1] in ("]", "[") and text[-1:] in ("]", "[") and (text[0], text[-1]) != ("[", "]") and "," in text:
+def _grouped(text: str) -> Answer | None:
+    """Several answers; in brackets also one."""
+    text = _VECTOR.sub(lambda match: f"({match[1].strip().replace(2 * chr(92), ',')})", text)
+    if re.fullmatch(r"\].*,.*[\[\]]|\[.*,.*\[", text):  # ]0,1[ is (0,1)
         text = f"{text[0].replace(']', '(')}{text[1:-1]}{text[-1].replace('[', ')')}"
-    opened = next((left for left in _CLOSES if text.startswith(left)), None)
-    if opened is None or text[-1] not in _CLOSES[opened] or 0 in _depths(text)[len(opened) - 1 : -1]:
-        return None
-    inner = text[len(opened) : -len(opened)]
+    opened = next((left for left in _CLOSES if text.startswith(left)), "")
+    if opened and (text[-1] not in _CLOSES[opened] or 0 in _depths(text)[len(opened) - 1 : -1]):
+        opened = ""
+    inner = text[len(opened) : -len(opened) or None].strip()
     parts = _split(inner)
-    return _read(inner.strip()) if len(parts) == 1 else _group(opened[-1] + text[-1], parts, text)
-
-
-def _listed(text: str) -> Group | None:
-    parts = _split(text)
-    return None if len(parts) == 1 else _group("", parts, text)
-
-
-def _group(brackets: str, parts: list[str], text: str) -> Group:
     if len(parts) > MAX_ITEMS:
         raise TooLarge(f"the answer is a list of more than {MAX_ITEMS}")
-    return Group(brackets, tuple(_read(part.strip()) for part in parts), text)
+    if len(parts) == 1:
+        return _read(inner) if opened else None
+    return Group(opened and opened[-1] + text[-1], tuple(_read(part.strip()) for part in parts), text)
 
 
 def _split(text: str) -> list[str]:
-    r"""The parts between separators outside of brackets: semicolons, else `and` and commas with blanks, else commas.
-
-    A part with one \pm is two.
-    """
+    r"""The parts between separators outside of brackets; the first that there is. A part with one \pm is two."""
     depths = _depths(text)
     parts = [text]
     for separator in _SEPARATORS:
         cuts = [match for match in re.finditer(separator, text) if depths[match.start()] == 0]
         if cuts:
-            starts, ends = [0, *(cut.end() for cut in cuts)], [*(cut.start() for cut in cuts), len(text)]
-            parts = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+            edges = [0, *(edge for cut in cuts for edge in cut.span()), len(text)]
+            parts = [text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
             break
     return [part.replace(r"\pm", sign) for part in parts for sign in ("+-" if part.count(r"\pm") == 1 else "+")]
 
 
-def _depths(text: str) -> list[int]:
-    """How many brackets are open after each character."""
+def _depths(text: str) -> list[int]:  # how many brackets are open after each character
     return list(accumulate((c in "([{") - (c in ")]}") for c in text))
 
 
 def _formula(text: str) -> Formula | None:
     text = _NAMES.sub(r"\\\1", text)
-    angles = _ANGLES.search(text)
-    tail = None if angles else _TAIL.search(text)
+    tail = None if re.search(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z]).*degrees", text) else _TAIL.search(text)
     unit = unit_of(f" {tail.group()}") if tail else None
-    body = text[: tail.start()].strip() if tail and unit else text
-    words = [word for word in _WORDS.findall(_ENVIRONMENT.sub("", body)) if len(word) > 1]
+    body = (text[: tail.start()].strip() if tail and unit else text).replace(MARK, "")
     capitals = len(body) > 1 and body.isalpha() and body.isupper()  # as HHT: their order counts, unlike that of factors
-    if not body or capitals or not all(_is_product(word) or (angles and word == "degrees") for word in words):
+    prose = _PROSE.search(re.sub(r"\\(?:begin|end)\{[a-z]+\}", "", body))
+    if not body or capitals or prose or _NO_FORMULA.search(body):
         return None
-    return None if _NO_FORMULA.search(body) else Formula(body, unit or frozenset())
-
-
-def _is_product(word: str) -> bool:
-    """Whether letters are a product of variables, or the points of a figure, rather than a word."""
-    return word.isupper() or (len(word) <= 3 and word.islower() and word not in _NO_VARIABLES) or len(word) == 2
+    return Formula(body, unit or frozenset())

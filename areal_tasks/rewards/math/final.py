@@ -6,18 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from areal_tasks.rewards.math.answers import (
-    MAX_ANSWER,
-    Answer,
-    Group,
-    Quantity,
-    Words,
-    leading_number,
-    read_answer,
-    slashed,
-)
-from areal_tasks.rewards.math.spelling import plain, respelled, tidy
-from areal_tasks.rewards.math.units import DOUBTS, VALUES, leading_unit, unit_of
+from areal_tasks.rewards.math.answers import MAX_ANSWER, Answer, Group, Quantity, Words, leading_number, read_answer
+from areal_tasks.rewards.math.spelling import plain, respelled, slashed, tidy
+from areal_tasks.rewards.math.units import DOUBTS, VALUES, unit_of
 
 #: Characters at the end of a text without a marked answer that are searched.
 MAX_TAIL: Final = 2000
@@ -27,33 +18,36 @@ _END_OF_TURN: Final = re.compile(
 )
 _THOUGHTS: Final = "(?:think|thinking|thought|reasoning)"
 _THOUGHT: Final = re.compile(rf"<(?P<closes>/?){_THOUGHTS}>", re.IGNORECASE)
-_THINKS_FROM_THE_START: Final = re.compile(rf"<{_THOUGHTS}>\s*\Z", re.IGNORECASE)
 _UNBRACED: Final = re.compile(r"\\boxed\s*(-?\d[\d.,]*(?<=\d)|[A-Za-z](?![A-Za-z]))")
-_BRACES: Final = re.compile(r"\\(?:boxed|f(?:rame)?box)\s*\{|\\[{}]|[{}]")
-_LINE: Final = re.compile(r"(?<!#)####(?!#)[ \t]*(?P<answer>[^\n#]*)")
 #: A Markdown heading: words, or a number followed by words.
 _HEADING: Final = re.compile(r"(?![-+(\[{\\$€£¥₹.\d])|\d+[.)]\s+[A-Za-z]")
-_CODE: Final = re.compile(r"```[A-Za-z]+\n.*?(?:```|\Z)", re.DOTALL)
-_EMPHASIS: Final = re.compile(r"\*\*|__|`")
-_MATH: Final = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$\w])\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)", re.DOTALL
-)
+_DELIMITED: Final = r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<![\\$\w])\$(?=\S)[^$\n]+?(?<=\S)\$(?!\d)"
+_MATH: Final = re.compile(_DELIMITED, re.DOTALL)
 _ANCHOR: Final = re.compile(
     r"(?:^\s*a\s*:|(?:\banswer\b|\bans\b|答案?|정답|답|\br[eé]ponse\b|\brespuesta\b|\bantwort\b|\bответ\b)"
-    r"[^\n.:=\d]{0,60}?(?:\bis\b|[:=]|是|为|為|は|은|는))\s*(?P<answer>[^\n]+)",
+    r"[^\n.:=\d]{0,60}?(?:\bis\b|[:=]|[是为為は은는]\s*:?))\s*(?P<answer>[^\n]+)",
     re.IGNORECASE | re.MULTILINE,
 )
-_NUMBER: Final = re.compile(r"(?<![A-Za-z\d_.)^:])[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d)")
+#: A formula, a ratio, or the beginning of a number.
+_VALUE: Final = re.compile(
+    rf"(?P<formula>{_DELIMITED})|(?<![A-Za-z\d_.)^:])(?:(?P<ratio>\d+(?:\s?:\s?\d+)+)|[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d))",
+    re.DOTALL,
+)
 _SENTENCE_END: Final = re.compile(r"[.!?](?:\s|$)|\n")
 #: The beginning of another clause, such as an explanation.
 _CLAUSE: Final = re.compile(
     r"[.;:](?=\s)|\(|,?\s+(?:which|so|because|since|as|for|that|where|with|when|by)\b|[,;]\s*(?=[^\x00-\x7f])"
 )
-#: Words behind which the numbers of a sentence are not its result.
+#: What follows a value within a sentence, and is not its result.
 _ASIDE: Final = re.compile(
-    r"\s(?:which|because|since|where|when|attained|achieved|occurring|as (?:in|shown)|by)\s|\((?:since|because|as)\s"
+    r"(\d(?:[^\n.!?\d]|\.(?=\d))*),?\s(?:which|because|since|where|when|\w+ed (?:at|when)|as (?:in|shown)|by)\s"
+    r"(?:[^\n.!?]|\.(?=\d))*"
 )
-_RETRACTED: Final = re.compile(rf"\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b", re.IGNORECASE)
+_RETRACTED: Final = re.compile(rf"(?:\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b)", re.IGNORECASE)
+#: In the sentence of a value, or in a later one that names another.
+_TAKEN_BACK: Final = re.compile(
+    rf"\A(?:(?![.!?](?:\s|$))[^\n])*?{_RETRACTED.pattern}|(?:{_RETRACTED.pattern})[^.!?\n]*\d", re.IGNORECASE
+)
 _CONTRAST: Final = re.compile(
     r"(?<=[\w}$%])\s*[,(]\s*(?:not|rather than|instead of)\s+[-$]?\d[\d,.]*(?<=\d)\)?", re.IGNORECASE
 )
@@ -62,13 +56,8 @@ _CONTINUED: Final = re.compile(
     rf"|-?(?:{'|'.join(sorted(VALUES))})\b)",
     re.IGNORECASE,
 )
-_REFUSED: Final = re.compile(r"(?:\b(?:or|not|nor|than)|n't)\s+(?:[a-z]+\s+)?$", re.IGNORECASE)
 #: Between two values that are one answer, as in `x = 1 and x = 2` or `5 hours and 30 minutes`.
 _JOINT: Final = re.compile(r"(?:\s+[a-z]+)?,?\s+(?:and|(?P<or>or))\s+(?:[A-Za-z]\w*\s*=\s*)?")
-_RATIO: Final = re.compile(r"\d+(?:\s?:\s?\d+)+")
-_ANSWER_FIELD: Final = re.compile(r'"(?:final_)?answer"\s*:\s*"?([^"{},]+)"?\s*[,}]')
-_DELIMITER: Final = re.compile(r"\$\$?(?=.+\$)|(?<=.)\$|\\[\[\]()]")
-_ALONE: Final = re.compile(r"\(?[A-J]\)?\.?")  # the letter of a choice
 
 
 class NoAnswer(ValueError):
@@ -76,13 +65,7 @@ class NoAnswer(ValueError):
 
 
 def final_answer(completion: str, prompt: str, unfinished: bool, words: bool) -> str:
-    """The text of the final answer. NoAnswer if there is none.
-
-    Args:
-        prompt: It may end with an opening `<think>`.
-        unfinished: The completion was cut off.
-        words: The answer may be words; otherwise words after #### are a heading.
-    """
+    """The text of the final answer, in `words` if it can be these. NoAnswer if there is none, or it is unfinished."""
     turn, *more = _END_OF_TURN.split(completion, maxsplit=1)
     text = _UNBRACED.sub(r"\\boxed{\1}", plain(_without_thoughts(turn, prompt)))
     marked = _marked(text, unfinished and not more, words)
@@ -90,7 +73,7 @@ def final_answer(completion: str, prompt: str, unfinished: bool, words: bool) ->
         return marked
     if unfinished and not more:
         raise NoAnswer("the text was cut off before a marked answer")
-    return _stated(_CODE.sub("", text)[-MAX_TAIL:], words)
+    return _stated(re.sub(r"(?s)```[A-Za-z]+\n.*?(?:```|\Z)", "", text)[-MAX_TAIL:], words)
 
 
 def reference_answer(answer: str) -> str:
@@ -102,20 +85,17 @@ def reference_answer(answer: str) -> str:
 def _without_thoughts(text: str, prompt: str) -> str:
     """The text after the last `</think>`. NoAnswer if the thinking does not end."""
     tags = list(_THOUGHT.finditer(text))
-    closed = tags[-1]["closes"] if tags else not _THINKS_FROM_THE_START.search(prompt)
+    closed = tags[-1]["closes"] if tags else not re.search(rf"<{_THOUGHTS}>\s*\Z", prompt, re.IGNORECASE)
     if not closed:
         raise NoAnswer("the thinking never ends")
     return text[tags[-1].end() :] if tags else text
 
 
-# ── marked answers ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _marked(text: str, unfinished: bool, words: bool) -> str | None:
     """The last marked answer that is not empty; None without one. NoAnswer if it is cut off."""
     boxes, opened = _boxes(text)
-    found_lines = [(line.end(), line["answer"]) for line in _LINE.finditer(text)]
-    lines = [line for line in found_lines if words or not _is_heading(tidy(line[1][:MAX_ANSWER]))]
+    marks = re.finditer(r"(?<!#)####(?!#)[ \t]*([^\n#]*)", text)
+    lines = [(mark.end(), mark[1]) for mark in marks if words or not _is_heading(tidy(mark[1][:MAX_ANSWER]))]
     end, found = max((mark for mark in (*boxes, *lines) if mark[1].strip(" \t*")), default=(0, None))
     is_line = (end, found) in lines
     if unfinished and (opened > end or (is_line and end == len(text))):
@@ -128,7 +108,7 @@ def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
     found: list[tuple[int, str]] = []
     opened: list[tuple[bool, int]] = []
     last = -1  # start of the last closed box
-    for brace in _BRACES.finditer(text):
+    for brace in re.finditer(r"\\(?:boxed|f(?:rame)?box)\s*\{|\\[{}]|[{}]", text):
         if brace.group().endswith("{") and brace.group() != r"\{":
             opened.append((len(brace.group()) > 1, brace.end()))
         elif brace.group() == "}" and opened:
@@ -139,33 +119,25 @@ def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
     return found, max((start for is_box, start in opened if is_box), default=-1)
 
 
-def _is_heading(line: str) -> bool:
-    """Whether a line after #### is words; a formula may begin with letters, too."""
+def _is_heading(line: str) -> bool:  # a formula may begin with letters, too
     return bool(_HEADING.match(line)) and (line.upper() == "N/A" or _has_words(read_answer(line)))
 
 
 def _statement(text: str) -> str:
     """`text`, or only the value that it begins with, if another clause follows that does not retract it."""
-    text = tidy(text) if len(text) <= MAX_ANSWER else text
-    if not _has_words(read_answer(text)) and not text.startswith("$"):
+    if len(text) > MAX_ANSWER:
         return text
-    formula = _MATH.match(text)
-    leading = leading_number(text)
-    if formula is None and leading is None:
+    text = tidy(text)
+    formula, leading = _MATH.match(text), leading_number(text)
+    if not formula and not _has_words(read_answer(text)):
+        return text
+    if not formula and not leading:
         return _SENTENCE_END.split(text, maxsplit=1)[0]
     written, rest = (formula.group(), text[formula.end() :]) if formula else leading[1:] if leading else ("", text)
     clause = _CLAUSE.search(rest)
-    if clause is None or unit_of(rest[: clause.start()]) is None or _taken_back(rest):
+    if clause is None or unit_of(rest[: clause.start()]) is None or _TAKEN_BACK.search(rest):
         return text
     return written + rest[: clause.start()]
-
-
-def _taken_back(rest: str) -> bool:
-    """Whether the sentence doubts its value, or a later one names another."""
-    sentence, *later = _SENTENCE_END.split(rest)
-    return bool(_RETRACTED.search(sentence)) or any(
-        _RETRACTED.search(text) and re.search(r"\d", text) for text in later
-    )
 
 
 def _has_words(answer: Answer) -> bool:
@@ -176,75 +148,43 @@ def _is_numbers(answer: Answer) -> bool:
     return isinstance(answer, Quantity) or (isinstance(answer, Group) and all(map(_is_numbers, answer.items)))
 
 
-# ── answers without a mark ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _stated(text: str, words: bool) -> str:
     """A value after the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
-    text = _ANSWER_FIELD.sub(r"answer: \1\n", _EMPHASIS.sub("", text))
-    text = _CONTRAST.sub("", _MATH.sub(_inline, slashed(respelled(text)))).strip()
+    text = _ASIDE.sub(r"\1", _CONTRAST.sub("", slashed(respelled(re.sub(r"\*\*|__|`", "", text))))).strip()
     anchors = [anchor["answer"] for anchor in _ANCHOR.finditer(text)]
     if anchors and len(anchors[-1]) <= MAX_ANSWER:
         answer = _statement(anchors[-1])
         if words or not _has_words(read_answer(answer)):
             return answer
     line = text.rpartition("\n")[2]
-    if len(line) <= MAX_ANSWER and (words and len(line.split()) == 1 or _ALONE.fullmatch(line)):
-        return line
-    return line if len(line) <= MAX_ANSWER and _is_numbers(read_answer(line)) else _last_value(text)
+    alone = re.fullmatch(r"\(?[A-J]\)?\.?", line) or (words and len(line.split()) == 1)
+    return line if len(line) <= MAX_ANSWER and (alone or _is_numbers(read_answer(line))) else _last_value(text)
 
 
 def _last_value(text: str) -> str:
     values = list(_values(text))
     if not values:
         raise NoAnswer("there is no number in the text")
-    values = values[: _asides(text, values)]
-    begin, end, written = values[-1]
+    begin, end, written = values.pop()
+    is_number, all_of_it = not _MATH.fullmatch(written), written
+    while values and (link := _JOINT.fullmatch(text[values[-1][1] : begin])) and not (link["or"] and is_number):
+        begin, _, earlier = values.pop()
+        all_of_it = f"{tidy(earlier)}, {tidy(all_of_it)}"
     sentence = _SENTENCE_END.split(text[end:], maxsplit=1)[0]
-    joint = [written]
-    for earlier, later in zip(values[-2::-1], values[:0:-1], strict=False):
-        link = _JOINT.fullmatch(text[earlier[1] : later[0]])
-        if link is None or (link["or"] and not _DELIMITER.match(written)):
-            break
-        joint, begin = [earlier[2], *joint], earlier[0]
-    number = not _DELIMITER.match(written)
-    if (number and _REFUSED.search(text[:begin][-40:])) or _CONTINUED.match(sentence) or _RETRACTED.search(sentence):
+    refused = is_number and re.search(r"(?i)(?:\b(?:or|not|nor|than)|n't)\s+(?:[a-z]+\s+)?$", text[:begin][-40:])
+    if refused or _CONTINUED.match(sentence) or _RETRACTED.search(sentence):
         raise NoAnswer("the last number of the text is changed or retracted by the words around it")
-    written = ", ".join(_DELIMITER.sub("", part) for part in joint) if len(joint) > 1 else written
-    return written + (leading_unit(text[end:]) if number else "")
-
-
-def _asides(text: str, values: list[tuple[int, int, str]]) -> int:
-    """How many of the values stand before words such as `which` in the last sentence that has values."""
-    starts = [end.end() for end in _SENTENCE_END.finditer(text, 0, values[-1][0])]
-    aside = _ASIDE.search(text, starts[-1] if starts else 0, values[-1][0])
-    before = sum(end <= aside.start() + 1 for _, end, _ in values) if aside else 0
-    return before if before and values[before - 1][0] >= (starts[-1] if starts else 0) else len(values)
+    return all_of_it
 
 
 def _values(text: str) -> Iterator[tuple[int, int, str]]:
     """Beginning, end and spelling of each number, and of each formula that has one."""
-    position = 0
-    for formula in (*_MATH.finditer(text), None):
-        end = formula.start() if formula else len(text)
-        yield from _numbers(text, position, end)
-        if formula and re.search(r"\d", formula.group()):
-            yield formula.start(), formula.end(), formula.group()
-        position = formula.end() if formula else end
-
-
-def _numbers(text: str, position: int, end: int) -> Iterator[tuple[int, int, str]]:
-    while (match := _NUMBER.search(text, position, end)) is not None:
-        leading = leading_number(text[match.start() : end])
-        position = match.end()
-        if leading is not None:
-            ratio = _RATIO.match(text, match.start(), end)
-            position = ratio.end() if ratio else match.start() + len(leading[1])
-            yield match.start(), position, ratio.group() if ratio else leading[1]
-
-
-def _inline(formula: re.Match[str]) -> str:
-    """A formula that is a plain number, without its delimiters."""
-    inner = tidy(formula.group())
-    leading = leading_number(inner)
-    return inner if leading is not None and unit_of(leading[2]) is not None else formula.group()
+    end = 0
+    while (match := _VALUE.search(text, end)) is not None:
+        begin, end, written = *match.span(), match.group()
+        if match["formula"] is None and match["ratio"] is None:
+            leading = leading_number(text[begin:])
+            written = leading[1] if leading else ""
+            end = max(end, begin + len(written))
+        if re.search(r"\d", written):
+            yield begin, end, written

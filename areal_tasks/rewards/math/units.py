@@ -5,31 +5,17 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from areal_tasks.rewards.math.spelling import MARK
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_ZEROS: Final = """hundred 2 百 2 thousand 3 k 3 K 3 千 3 천 3 万 4 萬 4 만 4 lakh 5 million 6 mil 6 mn 6 M 6 crore 7
+    亿 8 億 8 억 8 billion 9 bil 9 bn 9 B 9 trillion 12 tn 12 quadrillion 15 quintillion 18"""
 #: Factors written as words or letters after a number; words also in the plural.
-MULTIPLIERS: Final = {
-    **{"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "crore": 10**7},
-    **{"million": 10**6, "billion": 10**9, "trillion": 10**12, "quadrillion": 10**15, "quintillion": 10**18},
-    **{"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "mil": 10**6, "mn": 10**6, "bil": 10**9, "bn": 10**9},
-    **{
-        "百": 100,
-        "千": 10**3,
-        "万": 10**4,
-        "萬": 10**4,
-        "亿": 10**8,
-        "億": 10**8,
-        "천": 10**3,
-        "만": 10**4,
-        "억": 10**8,
-    },
-}
-
-MAX_WORDS: Final = 6
-
+MULTIPLIERS: Final = {"dozen": 12} | {word: 10 ** int(zeros) for word, zeros in re.findall(r"(\S+) (\d+)", _ZEROS)}
 #: Words that change the number before them.
 VALUES: Final = MULTIPLIERS.keys() | _words(
     """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
@@ -42,9 +28,8 @@ DOUBTS: Final = _words(
     """or but nor maybe perhaps possibly probably not no neither either unless except if though although however yet
     wrong false unknown uncertain unsure guess wait actually instead rather"""
 )
-_LINKS: Final = _words("and over under above below than roughly approximately about around almost nearly")
 #: Words that are not part of a unit; any other word may be.
-_NO_UNITS: Final = VALUES | DOUBTS | _LINKS
+_NO_UNITS: Final = VALUES | DOUBTS | _words("and over under above below than roughly approximately about around almost")
 #: Parts of words in scripts without blanks that make another number, or another claim, of the one before.
 _OTHER_SCRIPTS: Final = re.compile("[十百千万萬亿億兆半多余餘或和至到不천만억]|分之|以上|以下")
 _FILLERS: Final = _words("of per a an the in each every total all altogether left more worth overall")
@@ -55,46 +40,39 @@ _SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro 
     kilogram kg kilo; ounce oz; liter l litre; milliliter ml millilitre; gallon gal; celsius c; fahrenheit f; watt w;
     volt v; newton n; joule j; person people; child children; man men; woman women"""
 _CANONICAL: Final = {word: names.split()[0] for names in _SAME.split(";") for word in names.split()}
-_COMPOUND: Final = {"mph": ("mile", "hour"), "kmh": ("kilometer", "hour"), "kph": ("kilometer", "hour")}
 #: Units of two letters that are not listed above. Other words of two letters are variables.
 _SHORT: Final = _words("am pm st nd rd th pt qt mg kw hz pa kb mb gb tb ha ms ns kj cc rs tv pc ev mu")
-_POWERS: Final = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
-_LETTERS: Final = frozenset("ahsmglLWVNJCF%$€£¥₹¢")  # letters and signs that are units, or the article
-_ABBREVIATED: Final = frozenset("AKTH")  # units only where the mark of `\text{}` tells them from variables
-_WORD: Final = re.compile(
-    r"(?P<word>[^\W\d_]+|[%$€£¥₹¢])(?P<mark>\u2024?)\.?\s*(?:\^\s*\{?(?P<power>-?[123])\}?|(?P<after>squared|cubed)\b)?[\s/*'-]*"
+#: Powers and quotients in words, and in figures.
+_POWERS: Final = (
+    (re.compile(r"\bmph\b"), "mile/hour"),
+    (re.compile(r"\bk[mp]h\b"), "km/h"),
+    (re.compile(r"\b(?:square|sq)\.?\s+([^\W\d_]+)|([^\W\d_]+)\s+squared\b"), r"\1\2^2"),
+    (re.compile(r"\b(?:cubic|cu)\.?\s+([^\W\d_]+)|([^\W\d_]+)\s+cubed\b"), r"\1\2^3"),
 )
+_LETTERS: Final = frozenset("ahsmglLWVNJCF%$€£¥₹¢")  # letters and signs that are units, or the article
+_WORD: Final = re.compile(
+    rf"(?P<word>[^\W\d_]+|[%$€£¥₹¢])(?P<mark>{MARK}?)\.?\s*(?P<power>\^\s*\{{?-?[123]\}}?)?[\s/*'-]*"
+)
+_PLURAL: Final = re.compile(r"(?<=[cs]h)es$|(?<=[xz])es$|(?<=ss)es$|(?<!s)s$")
 
 
 def unit_of(text: str) -> frozenset[str] | None:
-    """The parts of a unit in their canonical names; empty for no text, None if `text` is not a unit.
+    """The parts, in their canonical names, of the unit that is all of `text` behind a number; None if it is none.
 
-    `text` is all that follows a number: without a blank, only a well-known unit is one (`5kg`, not `5ab`).
+    Without a blank, only a well-known unit is one (`5kg`, not `5ab`).
     """
     attached = text[:1].isalpha() and text[:1].isascii()
     text = text.strip().replace("per cent", "percent").replace(r"\mu", "mu").replace(r"\cdot", "*").lstrip("-")
     text = text if text.rstrip("/* ") == "" else text.lstrip("/* ")
     if text[:1] + text[-1:] in ("()", "[]"):
         text = text[1:-1]
+    for pattern, power in _POWERS:
+        text = pattern.sub(power, text)
     words = list(_WORD.finditer(text))
-    if "".join(word.group() for word in words) != text or len(words) > MAX_WORDS or not all(map(_is_unit, words)):
+    whole = "".join(word.group() for word in words) == text and all(map(_is_unit, words))
+    if not whole or (attached and not _is_known(words[0]["word"])):
         return None
-    if attached and not _is_known(words[0]["word"]):
-        return None
-    before = [None, *(word["word"].lower() for word in words)]
-    parts = (_parts(word, _POWERS.get(earlier or "", "")) for word, earlier in zip(words, before, strict=False))
-    return frozenset(part for found in parts for part in found)
-
-
-def leading_unit(text: str) -> str:
-    """The first word of what follows a number in a sentence, if it is a well-known unit."""
-    match = _WORD.match(text.lstrip())
-    return " " + match.group().strip() if match is not None and _is_known(match["word"]) else ""
-
-
-def compatible(reference: frozenset[str], found: frozenset[str]) -> bool:
-    """Whether one contains all parts of the other; a reference without a unit accepts any."""
-    return reference <= found or found <= reference
+    return frozenset(filter(None, map(_part, words)))
 
 
 def _is_unit(match: re.Match[str]) -> bool:
@@ -102,34 +80,21 @@ def _is_unit(match: re.Match[str]) -> bool:
     if not word.isascii():
         return not _OTHER_SCRIPTS.search(word)
     if len(word) <= 2:
-        return _is_known(word) or bool(match["mark"] and word in _ABBREVIATED)
-    return word.lower() not in _NO_UNITS and singular(word.lower()) not in VALUES
+        return _is_known(word) or bool(match["mark"] and word in "AKTH")  # else these are variables
+    return not {word.lower(), singular(word.lower())} & _NO_UNITS and not re.search("illions?$", word)
 
 
 def _is_known(word: str) -> bool:
-    if len(word) == 1:
-        return word in _LETTERS
-    word = word.lower()
-    return any(word in known for known in (_FILLERS, _SHORT, _POWERS, _COMPOUND)) or singular(word) in _CANONICAL
+    known = word.lower() in _FILLERS | _SHORT or singular(word.lower()) in _CANONICAL
+    return word in _LETTERS if len(word) == 1 else known
 
 
-def _parts(match: re.Match[str], power: str) -> list[str]:
-    word = match["word"].lower()
-    if word == "in" and match.end() == len(match.string):
-        word = "inch"
-    if word in _FILLERS or word in _POWERS:
-        return []
-    power = f"^{match['power']}" if match["power"] else _POWERS.get(match["after"] or "", power)
-    word = singular(word)
-    return [name + power for name in _COMPOUND.get(word, (_CANONICAL.get(word, word),))]
+def _part(match: re.Match[str]) -> str:
+    word = singular(match["word"].lower())
+    word = "inch" if word == "in" and match.end() == len(match.string) else word
+    return "" if word in _FILLERS else _CANONICAL.get(word, word) + re.sub(r"[\s{}]", "", match["power"] or "")
 
 
 def singular(word: str) -> str:
     """`word`, in lower case, without the ending of the plural."""
-    if word in _CANONICAL or len(word) < 3 or word.endswith("ss"):
-        return word
-    if word.endswith("ies"):
-        return word[:-3] + "y"
-    if re.search(r"(?:ch|sh|x|z|ss)es$", word):
-        return word[:-2]
-    return word.removesuffix("s")
+    return word if word in _CANONICAL or len(word) < 3 else _PLURAL.sub("", re.sub("ies$", "y", word))
