@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import re
 import signal
 import threading
@@ -15,16 +16,17 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
-from torch.distributed import DistNetworkError, HashStore
+from torch.distributed import DistNetworkError, HashStore, Store, TCPStore
 from trainer_builders import World
 from waiting import LIMIT, wait_until
 
 from areal_tasks.engines.trainer import group as group_module
+from areal_tasks.engines.trainer import ranks
 from areal_tasks.engines.trainer.commands import Load, Receiver, Send
 from areal_tasks.engines.trainer.fencing import StaleCommand
 from areal_tasks.engines.trainer.group import Group, GroupBroken, Outcome, disagreement
 from areal_tasks.engines.trainer.process import make_app
-from areal_tasks.engines.trainer.ranks import Place, cpu_threads, end_group, environment, find_place
+from areal_tasks.engines.trainer.ranks import Place, cpu_threads, end_group, environment, find_place, join
 from areal_tasks.store.backend import Unavailable
 from schemas.errors import UserError
 from schemas.recipe.training import Trainer
@@ -127,6 +129,56 @@ def test_a_rank_that_dies_without_a_word_has_none() -> None:
     groups, _ = _groups()
     assert groups[0].failure_of(1) is None
     assert Group().failure_of(0) is None
+
+
+class OneCallAtATime(TCPStore):
+    """A client of torch's store, which keeps its second caller waiting as long as its first; says when one waits."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        self.waits = threading.Event()
+
+    def wait(self, *given: Any) -> None:
+        self.waits.set()
+        super().wait(*given)
+
+
+def test_a_rank_that_waits_forever_keeps_none_of_its_other_threads_waiting() -> None:
+    """They can say that the other rank's process has ended, which is why it waits forever."""
+    store = OneCallAtATime()
+    group, other = Group(0, 2, store), Group(1, 2, store.clone())
+    with ThreadPoolExecutor(2) as pool:
+        leading = pool.submit(group.lead, "go", lambda: 7, lambda: "same")
+        try:
+            assert store.waits.wait(LIMIT)
+            assert pool.submit(group.failure_of, 1).result(LIMIT) is None
+            assert not leading.done()
+        finally:
+            other.follow(lambda text: None, lambda: "same")
+        assert leading.result(LIMIT) == 7
+
+
+def test_a_rank_that_waits_for_others_to_join_can_hear_that_one_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Group] = []
+
+    def join_process_group(rank: int, size: int, store: Store, device: object) -> None:
+        waits, other = threading.Event(), store.clone()
+        with ThreadPoolExecutor(2) as pool:
+            joining = pool.submit(lambda: (waits.set(), store.wait(["joined"])))
+            try:
+                assert waits.wait(LIMIT)
+                assert pool.submit(made[0].store.check, ["any"]).result(LIMIT) is False
+                assert pool.submit(made[0].failure_of, 1).result(LIMIT) is None
+                assert not joining.done()
+            finally:
+                other.set("joined", "")
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(ranks, "_start_others", lambda *given: made.append(given[-1]))
+    monkeypatch.setattr(ranks, "join_process_group", join_process_group)
+    assert join(world.spec(), Trainer(backend="fsdp2", ranks=2)) is made[0]
 
 
 def test_what_rank_0_finds_is_found_by_all() -> None:

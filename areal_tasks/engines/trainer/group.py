@@ -72,6 +72,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.store = store or HashStore()
+        self._watched = self.store.clone()  # for other threads: a client serves one call at a time, and waits count
         self.ranks_here = local_world or world  # on this machine
         self.broken: Future[Exception] = Future()  # why the group must end; set once, and then this process ends
         self._command = 0
@@ -153,11 +154,11 @@ class Group:
         return found
 
     def failure_of(self, rank: int) -> Outcome | None:
-        """The outcome that `rank` posted for the current command, if it failed."""
+        """The outcome that `rank` posted for the current command, if it failed. For one other thread."""
         key = f"outcome/{self._command}/{rank}"
-        if not self.store.check([key]):
+        if not self._watched.check([key]):
             return None
-        found = Outcome(**json.loads(self.store.get(key)))
+        found = Outcome(**json.loads(self._watched.get(key)))
         return found if found.error else None
 
     def _begin(self) -> None:

@@ -87,7 +87,8 @@ def join(spec: ServiceSpec, settings: Trainer) -> Group:
     if not place.spawned:
         os.environ.update(environment(place, store.host, store.port))
         _start_others(place, store, cpu_threads(settings), group)
-    join_process_group(place.rank, place.world, dist.PrefixStore("collectives", store), device)
+    collectives = dist.PrefixStore("collectives", store.clone())  # NCCL's threads use it while the group waits
+    join_process_group(place.rank, place.world, collectives, device)
     return group
 
 
