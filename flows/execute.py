@@ -64,7 +64,7 @@ ENDS: Final[Mapping[StateType | None, str]] = {
 #: In seconds. Prefect's client tries four times to connect; the worker kills a flow 7 s after asking it to end.
 ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 RESTARTED_AFTER: Final = (Unavailable, TrainerDown, ServerDown, HeadMoved)
-#: How long a flow retries without committing an iteration.
+#: How long a flow retries after its first failure since a commit, however often it opens the run meanwhile.
 WAIT_SECONDS: Final = 600.0
 LONGEST_PAUSE_SECONDS: Final = 15.0
 
@@ -120,18 +120,21 @@ def split_overrides(overrides: str) -> list[str]:
 
 
 class RestartBudget:
-    """Counts failures since the last progress. `known`: the store has answered before, so that retries make sense."""
+    """Counts failures since the last commit. `known`: the store has answered before, so that retries make sense."""
 
     def __init__(self, known: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.known = known
         self.clock = clock
         self.failures = 0
         self.until = 0.0  # after the first failure: when retries end
+        self.committed: int | None = None  # how many iterations were, when the run was looked at last
         self.claims: set[str] = set()  # of the run, by this process's starts
 
-    def progressed(self) -> None:
-        """Record progress: the store answered and the run was opened, or an iteration was committed."""
-        self.known, self.failures = True, 0
+    def saw(self, committed: int) -> None:
+        """The store answered: so many iterations of the run are committed. More than before are progress."""
+        if self.committed is not None and committed > self.committed:
+            self.failures = 0
+        self.known, self.committed = True, committed
 
     def pause(self, error: Exception) -> float:
         """Seconds until the next retry: 1, 2, 4, … Raises `error` when retries are over or make no sense."""
@@ -197,10 +200,10 @@ def _start(
     if changed := stored.changed:
         log.info("run %s keeps what `arealflow set` has changed: %s", name, overrides_text(changed))
     services = Engines(run, recipe, logs_folder(), generates=not run.record.counterfactual)
-    budget.progressed()
+    budget.saw(run.committed)
 
     def closed(iteration: IterationResult) -> None:
-        budget.progressed()
+        budget.saw(iteration.iteration + 1)
         services.supervisor.progressed()
         observe(iteration)
         startup(run, iteration, list(services.supervisor.services), flow_run_id)

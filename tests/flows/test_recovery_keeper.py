@@ -20,11 +20,9 @@ from prefect.exceptions import TerminationSignal
 from prefect_api import ask
 from waiting import alive, wait_until
 
-from areal_tasks.engines.trainer_client import TrainerDown
-from areal_tasks.store.backend import Unavailable
 from flows.cli import automations, keeper, machine
 from flows.cli.processes import FLOW_RUN, POOL, end, flow_processes, parts, spawn
-from flows.execute import LONGEST_PAUSE_SECONDS, WAIT_SECONDS, RestartBudget, ending_action
+from flows.execute import ending_action
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
@@ -352,26 +350,3 @@ def test_only_crashes_without_another_end_between_count() -> None:
     kinds = ["CRASHED", "SCHEDULED", "RUNNING", "FAILED", "SCHEDULED", "CRASHED", "SCHEDULED", "CRASHED"]
     states = [{"timestamp": f"2026-01-01T00:00:0{i}Z", "type": kind} for i, kind in enumerate(kinds)]
     assert keeper.crashes_in_a_row(states) == (["2026-01-01T00:00:05Z", "2026-01-01T00:00:07Z"], "SCHEDULED")
-
-
-# ── restarts ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_store_that_was_never_there_is_a_mistake() -> None:
-    with pytest.raises(Unavailable):
-        RestartBudget(known=False).pause(Unavailable("no such host"))
-
-
-def test_restarts_end_where_nothing_is_committed_for_long() -> None:
-    now = [float(uuid.uuid4().int % 1000)]
-    budget = RestartBudget(known=True, clock=lambda: now[0])
-    pauses = [budget.pause(TrainerDown("gone")) for _ in range(6)]
-    assert pauses == [1.0, 2.0, 4.0, 8.0, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
-    now[0] += WAIT_SECONDS
-    assert budget.pause(TrainerDown("gone")) == LONGEST_PAUSE_SECONDS
-    budget.progressed()
-    now[0] += 1.0
-    assert budget.pause(TrainerDown("gone")) == 1.0
-    now[0] += WAIT_SECONDS + 1.0
-    with pytest.raises(TrainerDown):
-        budget.pause(TrainerDown("gone"))
