@@ -13,8 +13,10 @@ def main() -> None:
         check_packages()
     except ImportError as error:
         sys.exit(f"error: {error}")
+    from flows import ending
     from flows.cli.main import main as command
 
+    ending.exits = True
     command()
 
 

@@ -21,6 +21,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.runtime import flow_run
 
 from flows.background import CLOSE_SECONDS
+from flows.ending import ASK_SECONDS, silence
 
 #: Iterations whose artifacts may be queued; those of further iterations are dropped.
 WAITING: Final = 8
@@ -49,11 +50,14 @@ class Artifacts:
             self._lose(what, "the Prefect server is too slow for them")
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for the queued work for at most `seconds`, and log how much was lost."""
-        deadline = time.monotonic() + seconds
-        with suppress(Full):  # what remains is counted below
-            self._queue.put(None, timeout=seconds)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+        """Wait for the queued work for at most `seconds`, unless the server is gone, and log how much was lost."""
+        deadline, asked = time.monotonic() + seconds, False
+        while self._thread.is_alive() and time.monotonic() < deadline and not silence.is_long:
+            with suppress(Full):  # what remains is counted below
+                if not asked:
+                    self._queue.put(None, timeout=min(ASK_SECONDS, seconds))
+                    asked = True
+            self._thread.join(min(ASK_SECONDS, max(0.0, deadline - time.monotonic())))
         with suppress(Empty):
             while True:
                 self.lost += self._queue.get_nowait() is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow
 
+from flows.ending import Reporting
 from flows.execute import execute, prepare, run_name
 from schemas.recipe.recipe import EvaluateRecipe
 
@@ -19,4 +20,5 @@ def evaluate(recipe: EvaluateRecipe, run: str = "", overrides: str = "") -> dict
         run: Name of the run that holds the result. Empty: recipe name and a random one.
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `model.path=run://NAME`.
     """
-    return execute(*prepare(recipe, run, overrides))
+    with Reporting() as report:
+        return report(execute(*prepare(recipe, run, overrides)))

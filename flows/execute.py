@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import Abort, ObjectNotFound, Pause
 from prefect.runtime import flow_run
@@ -41,6 +40,7 @@ from areal_tasks.store.opening import open_run
 from areal_tasks.store.runs import HeadMoved, Run
 from flows.background import ServiceLogs, ServiceSamples
 from flows.credentials import load_s3_keys
+from flows.ending import impatient_client
 from flows.home import add_import_folder, logs_folder
 from flows.observe import Observer
 from flows.pauses import Pauses
@@ -61,8 +61,6 @@ ENDS: Final[Mapping[StateType | None, str]] = {
     StateType.CANCELLED: "cancelled",
     StateType.PAUSED: "suspended",
 }
-#: In seconds. Prefect's client tries four times to connect; the worker kills a flow 7 s after asking it to end.
-ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
 RESTARTED_AFTER: Final = (Unavailable, TrainerDown, ServerDown, HeadMoved)
 #: How long a flow retries after its first failure since a commit, however often it opens the run meanwhile.
 WAIT_SECONDS: Final = 600.0
@@ -269,10 +267,9 @@ def read_flow_run(flow_run_id: str) -> FlowRun | None:
     """The flow run on the server; None if that does not answer. One request: the process ends soon."""
     if not PREFECT_API_URL.value() or not flow_run_id:
         return None
-    impatient = get_client(sync_client=True, httpx_settings={"timeout": ASK_TIMEOUT})  # authenticated as in settings
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), impatient as client:
-            return client.read_flow_run(UUID(flow_run_id))
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), impatient_client() as client:
+            return cast("FlowRun", client.read_flow_run(UUID(flow_run_id)))
     except (httpx.HTTPError, ObjectNotFound) as away:
         get_run_logger().warning("cannot find out why this flow run ends: %s", away or type(away).__name__)
         return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from prefect import flow
-from prefect.artifacts import create_markdown_artifact
+from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from areal_tasks.stages.preflight import check_code, check_engines
@@ -15,7 +15,9 @@ from areal_tasks.store.backend import open_store
 from areal_tasks.store.fork import Origin, ReplayEnd, ReplayStart
 from areal_tasks.store.history.diff_curves import Section, compare_replay
 from areal_tasks.store.runs import load_run
+from flows.artifacts import Artifacts
 from flows.credentials import load_s3_keys
+from flows.ending import Reporting
 from flows.execute import begin_flow, execute, run_name, split_overrides
 from flows.observe import artifact_key
 from flows.pages import escape_markdown
@@ -44,23 +46,26 @@ def replay(
         on_policy: Generate again from the first iteration that the change affects.
         store: Folder or URL of the store. Empty: AREALFLOW_STORE, else the default folder.
     """
-    begin_flow()
-    load_s3_keys(store)
-    loaded, name = load_run(open_store(store), original), run or flow_run.get_name() or f"{original}-replay"
-    origin = Origin(original, at, "replay", not on_policy, start, until)
-    segments = replay_segments(loaded, origin, name, split_overrides(overrides))
-    recipe = segments[-1][1]
-    check_engines(recipe)
-    check_code(recipe)
-    result = execute(recipe, name, origin, segments)
-    comparison = compare_replay(loaded.store, name)
-    show(name, origin, comparison)
-    return result | {"comparison": [asdict(section) for section in comparison]}
+    with Reporting() as report:
+        begin_flow()
+        load_s3_keys(store)
+        loaded, name = load_run(open_store(store), original), run or flow_run.get_name() or f"{original}-replay"
+        origin = Origin(original, at, "replay", not on_policy, start, until)
+        segments = replay_segments(loaded, origin, name, split_overrides(overrides))
+        recipe = segments[-1][1]
+        check_engines(recipe)
+        check_code(recipe)
+        result = execute(recipe, name, origin, segments)
+        comparison = compare_replay(loaded.store, name)
+        show(name, origin, comparison)
+        return report(result | {"comparison": [asdict(section) for section in comparison]})
 
 
 def show(name: str, origin: Origin, comparison: list[Section]) -> None:
     page = "\n\n".join([f"# {escape_markdown(f'{name} is {origin}')}", *map(markdown_table, comparison)])
-    create_markdown_artifact(page, key=artifact_key(name, "comparison"), description=f"{name} and {origin.parent}")
+    artifacts, key, about = Artifacts(get_run_logger()), artifact_key(name, "comparison"), f"{name} and {origin.parent}"
+    artifacts.offer("the comparison", partial(artifacts.create, "markdown", page, key, about))
+    artifacts.close()
 
 
 def markdown_table(section: Section) -> str:

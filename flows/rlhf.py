@@ -8,6 +8,7 @@ from prefect import flow
 
 from areal_tasks.stages.preflight import check_inputs
 from areal_tasks.store.fork import Origin
+from flows.ending import Reporting
 from flows.execute import execute, prepare, run_name, with_restarts
 from flows.sft import sft
 from schemas.recipe.load import sft_run_name, warm_start
@@ -24,10 +25,11 @@ def rlhf(recipe: RlhfRecipe, run: str = "", overrides: str = "", fork: str = "")
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `schedule.iterations=50`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
-    recipe, name, origin = prepare(recipe, run, overrides, fork)
-    if recipe.model.warm_start:
-        recipe = warm_started(recipe, name, origin)
-    return execute(recipe, name, origin)
+    with Reporting() as report:
+        recipe, name, origin = prepare(recipe, run, overrides, fork)
+        if recipe.model.warm_start:
+            recipe = warm_started(recipe, name, origin)
+        return report(execute(recipe, name, origin))
 
 
 def warm_started(recipe: RlhfRecipe, name: str, origin: Origin | None = None) -> RlhfRecipe:

@@ -24,6 +24,7 @@ import httpx
 from areal_tasks.engines.lifeline import LIFELINE, watch_lifeline
 from areal_tasks.engines.ports import listen
 from areal_tasks.garbage import importing
+from flows import ending
 from flows.home import last_lines, logs_folder, prefect_home
 from schemas.errors import UserError
 
@@ -89,6 +90,7 @@ class TemporaryServer:
             )
         os.close(read_end)
         atexit.register(self.stop)  # runs after Prefect's own handlers, which send its last logs
+        ending.at_last.append(self._process.kill)
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers. UserError with the end of its log if it does not."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow
 
+from flows.ending import Reporting
 from flows.execute import execute, prepare, run_name
 from schemas.recipe.recipe import SftRecipe
 
@@ -20,4 +21,5 @@ def sft(recipe: SftRecipe, run: str = "", overrides: str = "", fork: str = "") -
         overrides: Fields to change, as `section.field=value` separated by blanks, such as `trainer.lr=1e-5`.
         fork: A run and an iteration, `NAME@40`: share its history before that iteration, and continue from there.
     """
-    return execute(*prepare(recipe, run, overrides, fork))
+    with Reporting() as report:
+        return report(execute(*prepare(recipe, run, overrides, fork)))

@@ -29,6 +29,7 @@ from flows.cli import processes
 from flows.cli.output import AsJson, Overrides, RecipeName, StoreUrl, echo, print_json, show_compared
 from flows.cli.projects import is_file
 from flows.credentials import on_s3, set_key_variables
+from flows.ending import Once, over
 from flows.home import add_import_folder, home
 from flows.server import TemporaryServer
 from schemas.errors import UserError
@@ -75,6 +76,9 @@ def call_flow(name: str, *arguments: Any, imports: Sequence[str] = (), **paramet
             if error.response.status_code not in processes.REFUSED:
                 raise
             raise UserError(processes.why(api_url, error)) from error
+        except BaseException as error:
+            over(None, error)
+            raise
 
 
 def check_server(api_url: str) -> None:
@@ -108,8 +112,8 @@ def run(
     if is_file(recipe):
         add_import_folder(Path(recipe).parent)
     check_start(loaded, name)
-    result = run_recipe(loaded, name)
-    echo(outcome(result))
+    show = Once(lambda result: echo(outcome(result)))
+    show(run_recipe(loaded, name))
 
 
 def check_start(recipe: Recipe, name: str, origin: Origin | None = None) -> None:
@@ -178,8 +182,9 @@ def fork(
     check_start(recipe, name, origin)
 
     echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
-    result = run_recipe(recipe, name, fork=f"{parent}@{at}")
-    print_json(result | origin_values(origin)) if as_json else echo(outcome(result))
+    values = origin_values(origin)
+    show = Once(lambda made: print_json(made | values) if as_json else echo(outcome(made)))
+    show(run_recipe(recipe, name, fork=f"{parent}@{at}"))
 
 
 def origin_values(origin: Origin) -> dict[str, Any]:
@@ -231,7 +236,8 @@ def replay(
 
     check_start(replay_segments(loaded, origin, name, changes)[-1][1], name, origin)
     echo(f"run {name} is {origin}{changes_text(changes)}", err=as_json)
-    result = call_flow(
+    show = Once(lambda made: print_comparison(made | origin_values(origin), as_json))
+    made = call_flow(
         "replay",
         run,
         start,
@@ -242,7 +248,7 @@ def replay(
         on_policy=on_policy,
         store=loaded.store.url,
     )
-    print_comparison(result | origin_values(origin), as_json)
+    show(made)
 
 
 def print_comparison(result: dict[str, Any], as_json: bool) -> None:

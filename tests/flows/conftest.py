@@ -6,13 +6,13 @@ import httpx
 import pytest
 from waiting import LIMIT
 
-from flows import artifacts, execute, observe
+from flows import artifacts, ending, observe
 from flows.cli import keeper
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "ASK_TIMEOUT", httpx.Timeout(LIMIT))
+    monkeypatch.setattr(ending, "ASK_TIMEOUT", httpx.Timeout(LIMIT))
     monkeypatch.setattr(keeper, "TIMEOUT_SECONDS", LIMIT)
     monkeypatch.setattr(artifacts, "REQUEST_SECONDS", LIMIT)
     monkeypatch.setattr(observe, "CLOSE_SECONDS", LIMIT)

@@ -11,12 +11,12 @@ import httpx
 from prefect._flow_run_suspension import FlowRunSuspensionRequest
 from waiting import LIMIT
 
-from flows import execute
+from flows import ending
 from flows.rlhf import rlhf
 
 __all__ = ["rlhf"]
 
-execute.ASK_TIMEOUT = httpx.Timeout(LIMIT)  # type: ignore[misc]
+ending.ASK_TIMEOUT = httpx.Timeout(LIMIT)  # type: ignore[misc]
 mark = FlowRunSuspensionRequest.mark_requested
 
 
