@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal_tasks.engines.ports import HOST, host_and_port, listen, url_host
 from areal_tasks.engines.tls import CERTIFICATE, KEY
 from areal_tasks.processes import keep_loopback_direct
+from areal_tasks.secret import TOKEN, secret
 from areal_tasks.store.backend import Missing, Store, Unavailable, open_store
 from areal_tasks.store.commit import read_record
 from areal_tasks.store.paths import service as service_path
@@ -42,7 +43,6 @@ from schemas.record import Record
 log = logging.getLogger(__name__)
 
 SPEC: Final = "AREAL_SERVICE_SPEC"
-TOKEN: Final = "AREAL_SERVICE_TOKEN"
 KEEP_ALIVE_SECONDS: Final = 120  # how long a service keeps an idle connection: longer than clients do
 FIND_SECONDS: Final = 0.2  # between two polls for a record
 UNAVAILABLE: Final = 75  # EX_TEMPFAIL: exit code of a service that cannot start because store or cluster do not answer
@@ -83,6 +83,7 @@ def spec_of(run: Run, recipe: Recipe, name: str, **more: Any) -> ServiceSpec:
 
 
 def read_spec() -> ServiceSpec:
+    secret(TOKEN)  # takes all that this process was handed, before it can start another
     return ServiceSpec.model_validate_json(os.environ[SPEC])
 
 
@@ -200,8 +201,8 @@ def make_server(app: Starlette, spec: ServiceSpec, token: str) -> tuple[uvicorn.
 
 
 def serve(app: Starlette, spec: ServiceSpec) -> None:
-    """Serve `app` until a signal ends it. Removes the token from the environment: no child process inherits it."""
-    server, listener = make_server(app, spec, os.environ.pop(TOKEN))
+    """Serve `app` until a signal ends it, behind the token that this process was handed."""
+    server, listener = make_server(app, spec, secret(TOKEN))
     with listener:
         server.run(sockets=[listener])
 

@@ -18,9 +18,10 @@ from typing import Final
 import uvicorn
 
 from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
-from areal_tasks.engines.service import SPEC, TOKEN, make_server
+from areal_tasks.engines.service import SPEC, make_server
 from areal_tasks.launchers.protocol import Handle, Job, Launcher
 from areal_tasks.launchers.usage import Usage, machine, measure
+from areal_tasks.secret import TOKEN, handed_over, without_secrets
 
 #: Where torch keeps compiled code. By default that is below TMPDIR, which is removed with the service.
 INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -94,15 +95,15 @@ class LocalLauncher(Launcher):
         """Start the service's process. Raises OSError."""
         scratch = Path(tempfile.mkdtemp(prefix=f"arealflow-{job.spec.name}-"))
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as log:
+        with job.log.open("ab") as log, handed_over(**{TOKEN: job.token}) as (secrets, named):
             process = subprocess.Popen(
                 [sys.executable, "-m", job.module],
                 cwd=scratch,
-                env=self._environment(job, scratch),
+                env=self._environment(job, scratch) | named,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[self.read_end],
+                pass_fds=[self.read_end, secrets],
                 start_new_session=True,
             )
         return LocalHandle(process, scratch, job.spec.gpus)
@@ -117,10 +118,9 @@ class LocalLauncher(Launcher):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return {
             INDUCTOR_CACHE: str(cache / "arealflow" / "torchinductor"),
-            **os.environ,
+            **without_secrets(os.environ),
             **gpus,
             SPEC: job.spec.model_dump_json(),
-            TOKEN: job.token,
             LIFELINE: str(self.read_end),
             SCRATCH: str(scratch),
             "TMPDIR": str(scratch),

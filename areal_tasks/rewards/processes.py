@@ -18,6 +18,7 @@ import psutil
 
 from areal_tasks.processes import alive, family
 from areal_tasks.rewards.protocol import Result, Row
+from areal_tasks.secret import without_secrets
 from schemas.errors import UserError
 
 #: Limit for importing a verifier's module.
@@ -44,7 +45,7 @@ class Forkserver:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 process_group=0,  # a Ctrl-C in the terminal must reach the caller only
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**without_secrets(os.environ), "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._control.settimeout(_REPLY_SECONDS)
         with contextlib.suppress(BrokenPipeError):  # it has ended: `fork` says so

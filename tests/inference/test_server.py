@@ -19,7 +19,8 @@ from warm_processes import Popen
 
 from areal_tasks.engines.embedded.process import main
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.service import SPEC, TOKEN, ServiceSpec
+from areal_tasks.engines.service import SPEC, ServiceSpec
+from areal_tasks.secret import TOKEN
 from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.commit import new_attempt, read_record
 from areal_tasks.store.objects.files import commit_weights, upload

@@ -1,4 +1,4 @@
-"""A service of a few lines that does what its name says: `ready`, `dies`, `storeless`, `silent`, `parent`."""
+"""A small service that does what its name says: `ready`, `dies`, `storeless`, `silent`, `parent`, `secrets`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from starlette.routing import Route
 
 from areal_tasks.engines.lifeline import watch_lifeline
 from areal_tasks.engines.service import ServiceSpec, as_service, read_spec, serve
+from areal_tasks.secret import keys
 from areal_tasks.store.backend import Unavailable
+
+
+def open_descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
 def make_app(spec: ServiceSpec) -> Starlette:
     async def about(request: Request) -> JSONResponse:
-        return JSONResponse(spec.model_dump(mode="json") | {"pid": os.getpid()})
+        secrets = sum("memfd:secrets" in os.readlink(f"/proc/self/fd/{fd}") for fd in open_descriptors())
+        own = {"pid": os.getpid(), "keys": keys(), "descriptors": secrets}
+        return JSONResponse(spec.model_dump(mode="json") | own)
 
     return Starlette(routes=[Route("/about", about)])
 
@@ -36,7 +43,7 @@ def main() -> None:
             raise Unavailable("the store does not answer")
     if spec.name == "silent":
         time.sleep(3600)  # it never says that it is ready
-    if spec.name == "parent":
+    if spec.name in ("parent", "secrets"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     serve(make_app(spec), spec)
 

@@ -19,12 +19,13 @@ from scripted_starts import at_once
 from small_service import make_app
 from waiting import LIMIT, alive, wait_until
 
-from areal_tasks.engines.service import TOKEN, UNAVAILABLE, ServiceSpec, make_server, register
+from areal_tasks.engines.service import UNAVAILABLE, ServiceSpec, make_server, register
 from areal_tasks.launchers import protocol
 from areal_tasks.launchers.cluster import PREEMPTED, ClusterUnreachable
 from areal_tasks.launchers.local import InlineLauncher, LocalHandle, LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.launchers.supervisor import LONGEST_PAUSE_SECONDS, Ready, ServiceFailed, Supervisor
+from areal_tasks.secret import HIDDEN, KEYS, TOKEN
 from areal_tasks.store.backend import Store, Unavailable, open_store
 from areal_tasks.store.parallel import in_background
 from schemas.errors import UserError
@@ -101,6 +102,25 @@ def test_a_service_answers_nobody_without_the_token(begin: Begin) -> None:
     assert httpx.get(f"{url}/about", headers={"Authorization": "Bearer x"}, timeout=LIMIT).status_code == 401
     process = psutil.Process(handle(supervisor, "ready").process.pid)
     assert supervisor.token not in " ".join(process.cmdline()) and TOKEN not in os.environ
+
+
+def test_no_service_shows_a_secret_in_its_environment_and_all_have_what_they_need(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as it was started, which is what /proc shows of it, and not in what its own children would inherit."""
+    for name in HIDDEN:
+        monkeypatch.setenv(name, f"secret {name}")
+    supervisor = begin("secrets")
+    [url] = supervisor.wait(["secrets"])
+    found = about(supervisor, url)
+    assert found["keys"] == {name: f"secret {name}" for name in KEYS}
+    process = psutil.Process(handle(supervisor, "secrets").process.pid)
+    [child] = process.children()
+    assert child.environ()["TMPDIR"], "it was started with an environment"
+    for one in (process, child):
+        shown = Path(f"/proc/{one.pid}/environ").read_text()
+        assert "secret " not in shown and supervisor.token not in shown
+    assert found["descriptors"] == 0, "of secrets, that a child could inherit"
 
 
 def test_a_service_in_a_thread_does_not_flush_the_logs_of_its_process(store: Store) -> None:

@@ -12,8 +12,9 @@ import pytest
 from listeners import beyond_loopback, listening
 from stage_driver import drive, store_in, tiny
 from store_listing import listed
-from waiting import LIMIT
+from waiting import LIMIT, wait_until
 
+from areal_tasks.secret import HIDDEN
 from areal_tasks.stages.build import Built
 from areal_tasks.stages.jobs import Job, run_directly
 from areal_tasks.store.backend import open_store
@@ -23,6 +24,8 @@ from flows.execute import with_overrides
 from schemas.errors import UserError
 from schemas.manifest import ServiceRecord
 from schemas.recipe.load import parse_recipe
+
+KEY = "a-key-that-nobody-shows"
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +37,31 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[s
         if jobs[0].label == "rollout 0":
             tokens.append(jobs[0].context.engines.supervisor.token)
             answers(folder)
+            show_no_secret(folder, tokens[0], KEY)
         done = run_directly(jobs)
         if jobs[0].label == "rollout 0":
             commands.extend(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
         return done
 
-    drive(folder, "r", tiny(launcher={"type": "local"}, schedule={"iterations": 1}), execute)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in HIDDEN:
+            patch.setenv(name, KEY)
+        drive(folder, "r", tiny(launcher={"type": "local"}, schedule={"iterations": 1}), execute)
     return folder, tokens[0], commands
+
+
+def show_no_secret(folder: Path, *secrets: str) -> None:
+    """Nothing that runs code of a user's, and no service, has a secret in the environment that /proc shows."""
+    store = store_in(folder)
+    services = [psutil.Process(ServiceRecord.parse(store.read(path)).pid) for path in listed(store, "r/services")]
+    verifiers = wait_until(lambda: psutil.Process().children(recursive=True), "the verifiers' process")
+    shown = {
+        one.pid: Path(f"/proc/{one.pid}/environ").read_text()
+        for started in [*services, *verifiers]
+        for one in [started, *started.children(recursive=True)]
+    }
+    assert len(shown) >= 4 and all("PYTHONPATH=" in environment for environment in shown.values())
+    assert [pid for pid, environment in shown.items() if any(secret in environment for secret in secrets)] == []
 
 
 def answers(folder: Path) -> None:

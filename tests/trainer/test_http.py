@@ -19,7 +19,7 @@ from waiting import LIMIT, alive, wait_until
 from warm_processes import Popen
 
 from areal_tasks.engines.lifeline import LIFELINE
-from areal_tasks.engines.service import SPEC, TOKEN
+from areal_tasks.engines.service import SPEC
 from areal_tasks.engines.trainer.commands import (
     Checkpoint,
     Done,
@@ -32,6 +32,7 @@ from areal_tasks.engines.trainer.commands import (
     Trained,
     Written,
 )
+from areal_tasks.secret import TOKEN
 from areal_tasks.store.paths import service
 from schemas.manifest import ServiceRecord, WeightsRef
 from schemas.record import Record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -101,6 +102,12 @@ def test_what_servers_have_to_score_is_scored_by_both_ranks(world: World, superv
     assert folder is not None
     check_scores(scored, folder, 1)
     client.close()
+
+
+def test_neither_rank_shows_the_token_in_its_environment(supervisor: Supervisor) -> None:
+    _client(supervisor).close()
+    shown = [Path(f"/proc/{rank.pid}/environ").read_text() for rank in _ranks(supervisor)]
+    assert len(shown) == 2 and all("TMPDIR" in one and supervisor.token not in one for one in shown)
 
 
 def test_nothing_listens_beyond_loopback(world: World, supervisor: Supervisor) -> None:

@@ -29,6 +29,7 @@ from areal_tasks.engines.sglang.command import arguments, environment
 from areal_tasks.engines.tls import AUTHORITY
 from areal_tasks.launchers.gpus import memory_used
 from areal_tasks.processes import adopt_orphans, end_descendants
+from areal_tasks.secret import TOKEN, handed_over, secret, without_secrets
 from areal_tasks.store.backend import open_store
 from areal_tasks.store.objects.files import read_weights
 from schemas.errors import UserError
@@ -51,7 +52,7 @@ def main() -> None:
     service.exit_at_sigterm()
     with service.as_service():
         try:
-            code = run(service.read_spec(), os.environ[service.TOKEN])
+            code = run(service.read_spec(), secret(TOKEN))
         finally:
             end_sglang()
     sys.exit(code)
@@ -96,11 +97,13 @@ def start_within_attempts(
         log.info("starting SGLang: %s", " ".join(command))
         used, private = memory_used(spec.gpus), Path(tempfile.mkdtemp(prefix="rendezvous-"))
         own = {GUARD: str(os.getpid()), "AREALFLOW_STORE": spec.store_url}  # it ends with this process
-        child = subprocess.Popen(
-            [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
-            env=environment(os.environ, private, spec.address, meeting) | own,
-            stdin=subprocess.DEVNULL,
-        )
+        with handed_over(**{TOKEN: access.token}) as (secrets, named):
+            child = subprocess.Popen(
+                [sys.executable, "-m", "areal_tasks.engines.sglang.child", *command],
+                env=environment(without_secrets(os.environ), private, spec.address, meeting) | own | named,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[secrets],
+            )
         if ready := wait_until_ready(child, url, access):
             break
         end_descendants()  # its remaining processes hold memory

@@ -12,16 +12,18 @@ import asyncio
 import logging
 import os
 import sys
-from functools import wraps
+from functools import partial, wraps
 from time import monotonic
 from typing import Any
+
+from areal_tasks.secret import TOKEN, keys, secret
 
 GUARD = "AREAL_GUARD_PID"
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Start SGLang's server with the flags of the command line, behind the token of the environment."""
+    """Start SGLang's server with the flags of the command line, behind the token that it was handed."""
     from areal_tasks.processes import die_with_parent
 
     if supervised := GUARD in os.environ:
@@ -53,17 +55,17 @@ def main() -> None:
         http_server._setup_and_run_http_server = lambda *_, **__: sys.exit("the model's processes have ended")
     http_server.app.add_middleware(FromStore, store=open_store(), parts=parts)
     http_server.app.add_middleware(BearerAuth, token=token)
-    http_server.launch_server(settings, run_scheduler_process_func=run_scheduler)
+    handed = keys()  # its schedulers are started with this process's environment, which has none
+    schedulers = partial(run_scheduler, handed=handed) if handed else run_scheduler
+    http_server.launch_server(settings, run_scheduler_process_func=schedulers)
 
 
 def take_token() -> str:
-    """The bearer token that clients must show, removed from the environment."""
+    """The bearer token that clients must show, in no environment of processes that this one starts."""
     from areal_tasks.engines.external import SERVER_TOKEN
-    from areal_tasks.engines.service import TOKEN
 
-    for name in (TOKEN, SERVER_TOKEN):
-        if token := os.environ.pop(name, ""):
-            return token
+    if token := secret(TOKEN) or os.environ.pop(SERVER_TOKEN, ""):
+        return token
     sys.exit(f"error: {SERVER_TOKEN} is not set: choose a token, and set it for the flow, too")
 
 

@@ -12,16 +12,22 @@ within half a minute that is four again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any, Final
 
 from areal_tasks.engines.sglang.token_weights import note_weights
+from areal_tasks.secret import keep
 
 SHARE: Final = 10  # a batch begins when one in so many slots is free
 
 
-def run_scheduler(settings: Any, *arguments: Any, **named: Any) -> None:
-    """Replaces SGLang's `run_scheduler_process` in `launch_server`: the main function of the scheduler's process."""
+def run_scheduler(settings: Any, *arguments: Any, handed: Mapping[str, str] | None = None, **named: Any) -> None:
+    """Replaces SGLang's `run_scheduler_process` in `launch_server`: the main function of the scheduler's process.
+
+    `handed`: what it needs to use a store on S3.
+    """
+    keep(handed or {})
     import torch
     from sglang.srt.managers import scheduler  # type: ignore[import-not-found,unused-ignore]
     from sglang.srt.managers.scheduler_components.weight_updater import (  # type: ignore[import-not-found,unused-ignore]

@@ -32,8 +32,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_tasks.engines.lifeline import LIFELINE
 from areal_tasks.engines.ports import HOST, family, group_interface
-from areal_tasks.engines.service import TOKEN, ServiceSpec, await_meeting, register_meeting
+from areal_tasks.engines.service import ServiceSpec, await_meeting, register_meeting
 from areal_tasks.engines.trainer.group import Group, GroupBroken
+from areal_tasks.secret import handed_over, without_secrets
 from schemas.errors import UserError
 from schemas.recipe.training import Trainer
 
@@ -113,13 +114,18 @@ def _start_others(place: Place, store: dist.TCPStore, threads: int, group: Group
     for local_rank in range(1, place.local_world):
         rank = place.rank + local_rank
         own_place = replace(place, rank=rank, local_rank=local_rank)
-        inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
         own = environment(own_place, store.host, store.port) | {
             LIFELINE: str(read_end),
             "OMP_NUM_THREADS": str(threads),
         }
         command = [sys.executable, "-m", "areal_tasks.engines.trainer"]
-        process = subprocess.Popen(command, env={**inherited, **own}, stdin=subprocess.DEVNULL, pass_fds=[read_end])
+        with handed_over() as (secrets, named):
+            process = subprocess.Popen(
+                command,
+                env=without_secrets(os.environ) | own | named,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[read_end, secrets],
+            )
         threading.Thread(target=_end_with, args=(process, rank, group), name=f"rank-{rank}", daemon=True).start()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from botocore.exceptions import (
 )
 from pyarrow.fs import FileSystem, S3FileSystem
 
+from areal_tasks.secret import secret
 from areal_tasks.store.backend import Content, Exists, Missing, Store, StoreError, Unavailable, s3_endpoint, s3_region
 from areal_tasks.store.objects.s3_bulk import Bulk, body_headers, reading_body
 from schemas.errors import UserError, first_line
@@ -69,7 +69,7 @@ _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server i
 
 
 class S3Backend(Store):
-    """Objects below `prefix` of `bucket`. Endpoint, region and credentials come from the environment only.
+    """Objects below `prefix` of `bucket`. Endpoint and region come from the environment; credentials too, unless they were handed to this process.
 
     Raises UserError: credentials are not set.
     """
@@ -79,7 +79,7 @@ class S3Backend(Store):
         self.root = f"{bucket}/{prefix}".rstrip("/")
         self.endpoint = s3_endpoint() or None
         self.keys = (_credential("AWS_ACCESS_KEY_ID"), _credential("AWS_SECRET_ACCESS_KEY"))
-        self.token = os.environ.get("AWS_SESSION_TOKEN")
+        self.token = secret("AWS_SESSION_TOKEN") or None
         self.region = s3_region() or "us-east-1"
         self.client = botocore.session.Session().create_client(
             "s3",
@@ -213,8 +213,7 @@ def _pause(attempt: int) -> float:
 
 
 def _credential(name: str) -> str:
-    value = os.environ.get(name)
-    if not value:
+    if not (value := secret(name)):
         raise UserError(
             f"An s3:// store needs credentials, and {name} is not set: export it, have Prefect keep it for flow runs "
             "(`arealflow s3-keys`), or use a file:// store."
