@@ -69,7 +69,9 @@ _UNREACHABLE: Final = "check AWS_ENDPOINT_URL, the network and that the server i
 
 
 class S3Backend(Store):
-    """Objects below `prefix` of `bucket`. Endpoint and region come from the environment; credentials too, unless they were handed to this process.
+    """Objects below `prefix` of `bucket`.
+
+    Endpoint and region come from the environment; credentials too, unless they were handed to this process.
 
     Raises UserError: credentials are not set.
     """

@@ -107,10 +107,8 @@ def launch_server(settings: argparse.Namespace, run_scheduler_process_func: Call
         sys.exit(1)
     subprocess.Popen([sys.executable, "-c", SLEEP])
     subprocess.run([sys.executable, "-c", DETACH], check=True)  # its parent ends at once
-    assert (
-        getattr(run_scheduler_process_func, "func", run_scheduler_process_func).__module__
-        == "areal_tasks.engines.sglang.scheduler"
-    )
+    schedulers = getattr(run_scheduler_process_func, "func", run_scheduler_process_func)
+    assert schedulers.__module__ == "areal_tasks.engines.sglang.scheduler"
     app.state.settings = settings
     if settings.nnodes > 1:
         app.state.store = meet(settings)
