@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -41,6 +40,7 @@ from areal_tasks.rewards.pool import VerifierPool
 from areal_tasks.store.history.journal import append_log
 from areal_tasks.store.parallel import in_background
 from areal_tasks.store.runs import Run
+from areal_tasks.temporary import OwnedFolder
 from schemas.errors import UserError
 from schemas.manifest import WeightsRef
 from schemas.recipe.recipe import EvaluateRecipe, Recipe, RlhfRecipe, SftRecipe
@@ -67,7 +67,7 @@ class Engines:
             run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends
         )
         self._verifiers = None if isinstance(recipe, SftRecipe) else VerifierPool(recipe.reward, self.code)
-        self._scratch = TemporaryDirectory(prefix="arealflow-flow-")
+        self._scratch = OwnedFolder("flow")
         self._closed = threading.Event()
 
     def __enter__(self) -> Engines:

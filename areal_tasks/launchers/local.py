@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from areal_tasks.engines.service import SPEC, make_server
 from areal_tasks.launchers.protocol import Handle, Job, Launcher
 from areal_tasks.launchers.usage import Usage, machine, measure
 from areal_tasks.secret import TOKEN, handed_over, without_secrets
+from areal_tasks.temporary import OwnedFolder
 
 #: Where torch keeps compiled code. By default that is below TMPDIR, which is removed with the service.
 INDUCTOR_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -60,7 +59,7 @@ class InlineLauncher(Launcher):
 class LocalHandle(Handle):
     """A service process and its group."""
 
-    def __init__(self, process: subprocess.Popen[bytes], scratch: Path, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], scratch: OwnedFolder, gpus: Sequence[str] = ()) -> None:
         self.process = process
         self.scratch = scratch
         self.gpus = gpus
@@ -78,7 +77,7 @@ class LocalHandle(Handle):
             self.process.wait(grace_seconds)
         self._signal(signal.SIGKILL)  # to processes that the service has left in its group
         self.process.wait()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.cleanup()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -93,17 +92,17 @@ class LocalLauncher(Launcher):
 
     def start(self, job: Job) -> LocalHandle:
         """Start the service's process. Raises OSError."""
-        scratch = Path(tempfile.mkdtemp(prefix=f"arealflow-{job.spec.name}-"))
+        scratch = OwnedFolder(job.spec.name)
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log, handed_over(**{TOKEN: job.token}) as (secrets, named):
             process = subprocess.Popen(
                 [sys.executable, "-m", job.module],
-                cwd=scratch,
-                env=self._environment(job, scratch) | named,
+                cwd=scratch.name,
+                env=self._environment(job, Path(scratch.name)) | named,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=[self.read_end, secrets],
+                pass_fds=[self.read_end, secrets, scratch.lock],
                 start_new_session=True,
             )
         return LocalHandle(process, scratch, job.spec.gpus)

@@ -15,7 +15,6 @@ import os
 import socket
 import ssl
 import sys
-import tempfile
 import threading
 import time
 from functools import cache
@@ -40,6 +39,7 @@ from areal_tasks.launchers.usage import Usage
 from areal_tasks.store.backend import Exists, open_store
 from areal_tasks.store.paths import node as node_path
 from areal_tasks.store.service_logs import rotate
+from areal_tasks.temporary import OwnedFolder
 from schemas.errors import UserError
 from schemas.manifest import NodeRecord
 from schemas.record import Record
@@ -288,8 +288,7 @@ def main() -> None:
     """Serve the job that the environment describes, in a folder of its own; exits with the code of `run`."""
     with as_service():
         job = NodeJob.model_validate_json(os.environ.pop(JOB))
-        prefix = f"arealflow-node-{job.spec.name}-"
-        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        with OwnedFolder(f"node-{job.spec.name}") as folder:
             code = run(Path(folder), job)
     sys.exit(code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -255,7 +256,7 @@ class Supervisor:
         first = self._first_ended(service)
         if not all(map(_is_over, self._members(service))):
             return None  # how the others end may excuse this end: see `_excused`
-        if not service.url and service.needed and not self._preempted(service):
+        if not service.url and service.needed and not self._preempted(service) and not _is_killed(first):
             raise self._failure(first, f"ended with {first.handle.exit_code()} while starting.")
         if self._given_up(service):
             failure = self._failure(first, f"failed {first.failures + 1} times; launcher.restarts allows no more.")
@@ -378,6 +379,12 @@ class Supervisor:
 def _is_over(service: Service) -> bool:
     """Whether the service has ended, or all was done that ends it."""
     return service.handle.exit_code() is not None or (service.stopped is not None and service.stopped.done())
+
+
+def _is_killed(service: Service) -> bool:
+    """Whether a signal ended it, by its own status or that of a program for which it stands: it can say nothing."""
+    code = service.handle.exit_code()
+    return code is not None and (code < 0 or 128 < code < 128 + signal.NSIG)
 
 
 def _is_stopped(service: Service) -> bool:

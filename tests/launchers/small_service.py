@@ -1,4 +1,7 @@
-"""A small service that does what its name says: `ready`, `dies`, `storeless`, `silent`, `parent`, `secrets`."""
+"""A small service that does what its name says: `ready`, `dies`, `storeless`, `silent`, `parent`, `secrets`.
+
+At its first start `killed-9` is ended by signal 9, and `always-9` at every start.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,8 @@ def main() -> None:
             raise Unavailable("the store does not answer")
     if spec.name == "silent":
         time.sleep(3600)  # it never says that it is ready
+    if (spec.name.startswith("killed-") and not spec.restart) or spec.name.startswith("always-"):
+        os.kill(os.getpid(), int(spec.name.partition("-")[2]))
     if spec.name in ("parent", "secrets"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     serve(make_app(spec), spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -85,6 +86,19 @@ def test_a_service_that_dies_at_its_start_is_named_with_its_last_words(begin: Be
     assert f"Last lines of {tmp_path / 'logs' / 'r' / 'dies-1-0.log'}:" in message
     assert message.endswith("line 39 of dies\n  error: there is no such model")
     assert "line 10 of" not in message, "the last lines only"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_service_that_is_killed_at_its_first_start_is_started_again(begin: Begin, number: int) -> None:
+    supervisor = begin(f"killed-{number:d}")
+    [url] = supervisor.wait([f"killed-{number:d}"])
+    assert about(supervisor, url)["restart"] == 1
+
+
+def test_one_that_is_killed_at_every_start_is_given_up(begin: Begin) -> None:
+    supervisor = begin("always-9", restarts=1)
+    with pytest.raises(ServiceFailed, match=r"'always-9' failed 2 times; launcher.restarts allows no more"):
+        supervisor.wait(["always-9"])
 
 
 def test_a_service_that_is_not_ready_in_time_is_named_with_the_knob(begin: Begin) -> None:
@@ -509,7 +523,7 @@ def test_leaving_stops_services_and_what_they_started(begin: Begin) -> None:
     supervisor.services["parent"].handle.stop()
     _, left = psutil.wait_procs(family, LIMIT)
     assert not any(map(alive, left))
-    assert not one.scratch.exists()
+    assert not Path(one.scratch.name).exists()
 
 
 def test_a_service_whose_supervisor_is_gone_ends(begin: Begin) -> None:

@@ -152,7 +152,7 @@ def test_they_end_with_the_supervisor(begin: Begin) -> None:
 def test_a_killed_guard_takes_sglang_with_it(begin: Begin) -> None:
     supervisor = begin()
     supervisor.wait([NAME])
-    number = int((handle(supervisor).scratch / "server.pid").read_text())
+    number = int((Path(handle(supervisor).scratch.name) / "server.pid").read_text())
     server = psutil.Process(number)
     others = [p for p in family(supervisor)[1:] if p != server]
     handle(supervisor).process.kill()

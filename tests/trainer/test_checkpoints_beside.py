@@ -138,10 +138,10 @@ def test_what_cannot_be_written_is_said_once_and_another_may_follow(
         if elsewhere:
             patch.setattr(type(rlhf.store), "local", lambda *_: None)
         files = begin(rlhf, trainer, "a", 0)
-        assert bool(list(tmp_path.glob("areal-checkpoint-*"))) == elsewhere
+        assert bool(list(tmp_path.glob("arealflow-checkpoint-*"))) == elsewhere
         with pytest.raises(Unavailable, match="the store is away"):
             files(True)
-        assert not list(tmp_path.glob("areal-checkpoint-*"))
+        assert not list(tmp_path.glob("arealflow-checkpoint-*"))
     with pytest.raises(StaleCommand, match=r"no checkpoint is being written below .*attempt=a"):
         files(True)
     assert same(state(loaded(rlhf, begin(rlhf, trainer, "b", 0)(True), 0)), state(trainer))

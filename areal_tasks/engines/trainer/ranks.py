@@ -136,6 +136,8 @@ def _end_with(process: subprocess.Popen[bytes], rank: int, group: Group) -> None
     log.error("rank %d ended with %d; ending the whole trainer. %s", rank, code, failure.error if failure else "")
     if failure is not None:
         end_group(group, GroupBroken(failure.error, failure.harmless))
+    elif code > 0:
+        os._exit(code)  # as the rank did, which has logged why; the others end by their lifelines
     else:
         os.killpg(0, signal.SIGKILL)
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from areal_tasks.store.backend import Store, open_store
 from areal_tasks.store.in_flight import LEDGER
 from areal_tasks.store.objects.files import common_folder, materialise, read_weights
 from areal_tasks.store.shards import write_table
+from areal_tasks.temporary import OwnedFolder
 from schemas.errors import UserError, listed
 from schemas.manifest import TableRef, WeightsRef
 from schemas.record import Record
@@ -80,7 +80,7 @@ class Trainer:
         self.fence.admit(spec.owner)
         self.progress = Progress()
         self.work = Work()
-        self._scratch = tempfile.TemporaryDirectory(prefix="areal-trainer-")
+        self._scratch = OwnedFolder("trainer")
         own = Path(self._scratch.name)
         self.tables = SharedTables(self.group, own / "tables")
         self.fetched = own / "weights"  # on the first rank of each machine, for all there

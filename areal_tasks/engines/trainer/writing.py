@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from areal_tasks.engines.trainer.memory import host_room, ran_out
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.local import unusable
 from areal_tasks.store.parallel import in_background
+from areal_tasks.temporary import OwnedFolder
 from schemas.errors import first_line
 from schemas.manifest import FileRef
 
@@ -40,7 +40,7 @@ class CheckpointWriter:
     copies: Copies = field(default_factory=Copies)
     prefix: str = ""  # of the checkpoint that is being written, or was written last
     _saving: Saving = field(init=False)
-    _temporary: TemporaryDirectory[str] | None = None  # holds the files on their way to a store elsewhere
+    _temporary: OwnedFolder | None = None  # holds the files on their way to a store elsewhere
     _written: Future[list[Hashed]] | None = None
     _files: tuple[FileRef, ...] | None = None  # once all ranks have written
     _allocated: Future[None] | None = None  # when memory for copies is there, or is known to be lacking
@@ -53,7 +53,7 @@ class CheckpointWriter:
         if self._allocated is not None:
             return
         room = host_room()
-        with self.group.together(partial(TemporaryDirectory, prefix="areal-plan-")) as folder:
+        with self.group.together(partial(OwnedFolder, "plan")) as folder:
             needs = _needs(plan(Path(folder)).tensors)
 
         def allocate() -> None:  # without the tensors, of which the trainer may load others meanwhile
@@ -121,7 +121,7 @@ class CheckpointWriter:
         if (folder := self.store.local(prefix)) is not None:
             return folder
         with usable(self.store, prefix):
-            self._temporary = TemporaryDirectory(prefix="areal-checkpoint-")
+            self._temporary = OwnedFolder("checkpoint")
         return Path(self._temporary.name)
 
     def _clean(self) -> None:
