@@ -16,6 +16,8 @@ from typing import Final
 
 LIFELINE: Final = "AREAL_LIFELINE_FD"
 SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
+#: For all that is done before the end, of which a disk that hangs may keep each: more than a worker's writes may take.
+LAST_SECONDS: Final = 90.0
 #: What a rollout worker does before it ends with its flow; each returns when it has succeeded or cannot succeed.
 DUTIES: list[Callable[[], object]] = []
 
@@ -36,10 +38,16 @@ def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
     with suppress(OSError):  # no pipe: the supervisor had closed it before this process began
         while os.read(fd, 1):
             pass
+    last = threading.Thread(target=_leave_nothing, args=(before_death,), name="last", daemon=True)
+    last.start()
+    last.join(LAST_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _leave_nothing(before_death: Callable[[], object]) -> None:
     before_death()
     if SCRATCH in os.environ:
         shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 def farewell() -> None:

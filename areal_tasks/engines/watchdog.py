@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 from areal_tasks.engines.service import UNAVAILABLE
-from areal_tasks.store.in_flight import LEDGER, Ledger
+from areal_tasks.store.in_flight import LEDGER, Ledger, patiently
 from schemas.recipe.launcher import Launcher
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ class Watchdog:
             after, waited = self._warned.get(one.number, self.settings.warn_seconds), now - one.since
             if waited >= after:
                 self._warned[one.number] = 2 * max(after, waited)
-                log.warning("waiting for the store, %s: no answer since %s (%.0f s)", one.what, _clock(waited), waited)
+                text = f"waiting for the store, {one.what}: no answer since {_clock(waited)} ({waited:.0f} s)"
+                patiently(partial(log.warning, "%s", text), "warning")
         self.ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
 
 

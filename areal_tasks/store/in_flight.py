@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from areal_tasks.store.parallel import in_background
 
 log = logging.getLogger(__name__)
 
-LAST_SECONDS: Final = 10.0  # for the last lines of this process's log
+LAST_SECONDS: Final = 10.0  # for a line of this process's log, and for the last ones
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,26 @@ class Operation:
         return f"{self.what} for {time.monotonic() - self.since:.0f} s"
 
 
+def patiently(work: Callable[[], object], what: str) -> None:
+    """Wait for `work` in a thread, but not for long: the log may be on the disk that hangs."""
+    futures.wait([in_background(work, what)], LAST_SECONDS)
+
+
 def _end_process(status: int) -> None:
-    flushed = in_background(logging.shutdown, "last lines")  # handlers may still hold them, as Prefect's do
-    futures.wait([flushed], LAST_SECONDS)
+    patiently(logging.shutdown, "last lines")  # handlers may still hold them, as Prefect's do
+    let_go()
     os._exit(status)
+
+
+def let_go() -> None:
+    """Close all pipes and sockets, by which services and verifiers notice the end of this process.
+
+    The kernel would close them, but only once the thread that waits for the disk has ended, too.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if int(name) > 2 and os.readlink(f"/proc/self/fd/{name}").startswith(("pipe:", "socket:")):
+                os.close(int(name))
 
 
 class Ledger:
@@ -77,7 +94,8 @@ class Ledger:
         for oldest in self.in_flight()[:1]:
             if self.clock() - oldest.since >= seconds:
                 why = f"no answer to {oldest.what} in launcher.store_seconds = {seconds:g}"
-                log.critical("the store hangs: %s; this process ends. If nothing restarts it, resume the run.", why)
+                text = f"the store hangs: {why}; this process ends. If nothing restarts it, resume the run."
+                patiently(partial(log.critical, "%s", text), "last words")
                 self.end_process(status)
 
 
