@@ -52,12 +52,14 @@ class Artifacts:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Wait for the queued work for at most `seconds`, unless the server is gone, and log how much was lost."""
         deadline, asked = time.monotonic() + seconds, False
-        while self._thread.is_alive() and time.monotonic() < deadline and not silence.is_long:
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             with suppress(Full):  # what remains is counted below
                 if not asked:
-                    self._queue.put(None, timeout=min(ASK_SECONDS, seconds))
+                    self._queue.put(None, timeout=min(ASK_SECONDS, left))
                     asked = True
-            self._thread.join(min(ASK_SECONDS, max(0.0, deadline - time.monotonic())))
+            self._thread.join(min(ASK_SECONDS, left))
+            if self._thread.is_alive() and silence.is_long:
+                break
         with suppress(Empty):
             while True:
                 self.lost += self._queue.get_nowait() is not None

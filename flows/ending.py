@@ -17,8 +17,6 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Final
 
-import httpx
-
 from schemas.errors import UserError
 
 Result = dict[str, Any]
@@ -28,8 +26,9 @@ REFUSED_SECONDS: Final = 5.0
 #: How long it may not answer in time; it may have much to do.
 SILENT_SECONDS: Final = 60.0
 ASK_SECONDS: Final = 0.5  # between two questions
-#: In seconds. Prefect's client tries four times to connect; the worker kills a flow 7 s after asking it to end.
-ASK_TIMEOUT: Final = httpx.Timeout(2.0, connect=1.0)
+#: In seconds: to connect, read, write and get a connection. Prefect's client tries four times to connect; the worker
+#: kills a flow 7 s after asking it to end.
+ASK_TIMEOUT: Final = (1.0, 2.0, 2.0, 2.0)
 #: Loggers of Prefect's that repeat for every event that it could not be sent.
 REPEATING: Final = ("prefect.events.clients", "prefect._internal.concurrency", "EventsWorker", "APILogWorker")
 
@@ -52,12 +51,14 @@ class Silence:
     @property
     def is_long(self) -> bool:
         """Ask the server; whether it has not answered for so long that it counts as gone."""
+        from httpx import ConnectError  # here: every command imports this module
+
         began = self.clock()
         if (error := self.ask()) is None:
             self.since = None
             return False
         self.since = began if self.since is None else self.since
-        limit = REFUSED_SECONDS if isinstance(error, httpx.ConnectError) else SILENT_SECONDS
+        limit = REFUSED_SECONDS if isinstance(error, ConnectError) else SILENT_SECONDS
         return self.clock() - self.since >= limit
 
 
@@ -70,13 +71,14 @@ def impatient_client() -> Any:
 
 def ask_server() -> Exception | None:
     """Why the Prefect server does not answer; None if it answers, whatever it says, or if there is none."""
+    from httpx import TransportError
     from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     if not PREFECT_API_URL.value():
         return None
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), impatient_client() as client:
         error: Exception | None = client.api_healthcheck()
-        return error if isinstance(error, httpx.TransportError) else None
+        return error if isinstance(error, TransportError) else None
 
 
 silence = Silence(ask_server)
@@ -110,9 +112,11 @@ class Reporting:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        from prefect.runtime import flow_run
+        from prefect.context import FlowRunContext
 
-        if flow_run.get_parent_flow_run_id() is None:
+        context = FlowRunContext.get()
+        known = context.flow_run if context is not None else None
+        if known is None or known.parent_task_run_id is None:  # its parent's id would have to be asked for
             over(self.result, error)
 
     def __call__(self, result: Result) -> Result:

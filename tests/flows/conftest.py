@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from waiting import LIMIT
 
@@ -12,7 +11,7 @@ from flows.cli import keeper
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "ASK_TIMEOUT", httpx.Timeout(LIMIT))
+    monkeypatch.setattr(ending, "ASK_TIMEOUT", LIMIT)
     monkeypatch.setattr(keeper, "TIMEOUT_SECONDS", LIMIT)
     monkeypatch.setattr(artifacts, "REQUEST_SECONDS", LIMIT)
     monkeypatch.setattr(observe, "CLOSE_SECONDS", LIMIT)

@@ -11,15 +11,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prefect.context import FlowRunContext
 from waiting import LIMIT
 from websockets.sync.server import ServerConnection, serve
 from websockets.typing import Subprotocol
 
+from flows import ending
 from flows.ending import REFUSED_SECONDS, SILENT_SECONDS, Silence
 
 PROGRAM = Path(__file__).with_name("ending_flow.py")
@@ -64,6 +68,18 @@ def test_a_process_whose_server_dies_before_it_is_told_all_ends(ends: str, code:
     told, *rest = lines
     assert told.startswith("the Prefect server does not answer, and is not told the end of this flow run, ")
     assert " 499 events and 0 log messages" in told and "".join(rest) == err
+
+
+@pytest.mark.parametrize("parent", [None, "task-run"])
+def test_the_end_of_a_part_is_not_that_of_its_flow(parent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the fine-tuning that a recipe begins with. No server is asked: it may be gone."""
+    ended: list[Any] = []
+    context = SimpleNamespace(flow_run=SimpleNamespace(parent_task_run_id=parent))
+    monkeypatch.setattr(FlowRunContext, "get", lambda: context)
+    monkeypatch.setattr(ending, "over", lambda *how: ended.append(how))
+    with ending.Reporting() as report:
+        assert report({"run": "r"}) == {"run": "r"}
+    assert ended == ([({"run": "r"}, None)] if parent is None else [])
 
 
 @given(answers=st.lists(st.tuples(st.sampled_from([None, REFUSED, SILENT]), st.sampled_from([0.5, 3.0, 40.0]))))

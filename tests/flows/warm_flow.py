@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect._flow_run_suspension import FlowRunSuspensionRequest
 from waiting import LIMIT
 
@@ -16,7 +15,7 @@ from flows.rlhf import rlhf
 
 __all__ = ["rlhf"]
 
-ending.ASK_TIMEOUT = httpx.Timeout(LIMIT)  # type: ignore[misc]
+ending.ASK_TIMEOUT = LIMIT  # type: ignore[misc]
 mark = FlowRunSuspensionRequest.mark_requested
 
 
