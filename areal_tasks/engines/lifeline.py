@@ -16,8 +16,9 @@ from typing import Final
 
 LIFELINE: Final = "AREAL_LIFELINE_FD"
 SCRATCH: Final = "AREAL_SERVICE_SCRATCH"  # a folder that the launcher made for this service alone
-#: For all that is done before the end, of which a disk that hangs may keep each: more than a worker's writes may take.
-LAST_SECONDS: Final = 90.0
+#: For what is done before the end, since a disk that hangs may keep it: the first is more than a worker's writes take.
+DUTY_SECONDS: Final = 90.0
+REMOVE_SECONDS: Final = 5.0
 #: What a rollout worker does before it ends with its flow; each returns when it has succeeded or cannot succeed.
 DUTIES: list[Callable[[], object]] = []
 
@@ -38,14 +39,14 @@ def _die_at_eof(fd: int, before_death: Callable[[], object]) -> None:
     with suppress(OSError):  # no pipe: the supervisor had closed it before this process began
         while os.read(fd, 1):
             pass
-    last = threading.Thread(target=_leave_nothing, args=(before_death,), name="last", daemon=True)
-    last.start()
-    last.join(LAST_SECONDS)
+    for work, seconds in ((before_death, DUTY_SECONDS), (_remove_scratch, REMOVE_SECONDS)):
+        last = threading.Thread(target=work, name="last", daemon=True)
+        last.start()
+        last.join(seconds)
     os.killpg(0, signal.SIGKILL)
 
 
-def _leave_nothing(before_death: Callable[[], object]) -> None:
-    before_death()
+def _remove_scratch() -> None:
     if SCRATCH in os.environ:
         shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
 

@@ -37,7 +37,7 @@ with ledger.entry("write", "the disk"):
 SERVICE = """
 import os, shutil, sys, threading
 from areal_tasks.engines import lifeline
-lifeline.LAST_SECONDS = 0.1
+lifeline.DUTY_SECONDS = lifeline.REMOVE_SECONDS = 0.1
 hang = threading.Event().wait
 os.environ[lifeline.SCRATCH] = "/nowhere"
 if "folder" in sys.argv:
