@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -186,16 +186,22 @@ class Watchdog:
 
     def check_store(self) -> None:
         """Warn of each store operation that lasts long; one that lasts `launcher.store_seconds` ends this process."""
-        asked, now = self.ledger.in_flight(), self.clock()
+        self.ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
+        asked, now, late = self.ledger.in_flight(), self.clock(), []
         for number in self._warned.keys() - {one.number for one in asked}:
             del self._warned[number]
         for one in asked:
             after, waited = self._warned.get(one.number, self.settings.warn_seconds), now - one.since
             if waited >= after:
                 self._warned[one.number] = 2 * max(after, waited)
-                text = f"waiting for the store, {one.what}: no answer since {_clock(waited)} ({waited:.0f} s)"
-                patiently(partial(log.warning, "%s", text), "warning")
-        self.ledger.end_if_hangs(self.settings.store_seconds, UNAVAILABLE)
+                late.append(f"waiting for the store, {one.what}: no answer since {_clock(waited)} ({waited:.0f} s)")
+        if late:
+            patiently(partial(_warn, late), "warning")
+
+
+def _warn(texts: Sequence[str]) -> None:
+    for text in texts:
+        log.warning("%s", text)
 
 
 def _clock(seconds_ago: float) -> str:
