@@ -205,19 +205,27 @@ class InferenceClient(UpdatedPool):
     async def _send(self, works: list[_Work], stream: bool) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
         """A server's URL and its answers: once, or growing (`stream`). Retried on another server after a failure."""
         request = works[0].request
-        for _ in range(ATTEMPTS):
-            async with self._server_for(request.floor, len(works)) as server:
+        for attempt in range(ATTEMPTS):
+            async with self._server_for(request.floor, len(works), again=attempt > 0) as server:
                 try:
-                    first = max(request.floor, server.version or 0)
+                    first, began, learns = max(request.floor, server.version or 0), self.clock(), server.done > 0
                     async with aclosing(server.generate(_body(works, stream))) as answered:
                         async for answers in answered:
                             self._check_versions(server, answers, first)
                             yield server.url, answers
                     server.failing_since = None
+                    if learns and request.scored_from is None:  # with its first answers a server compiles
+                        self._learn(server, self.clock() - began, answers)
                     return
                 except ServerDown as error:
                     self._evict(server, error)
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
+
+    def _learn(self, server: Server, seconds: float, answers: Iterable[dict[str, Any]]) -> None:
+        """Note how fast the server was, by its last answer."""
+        if lengths := [tokens for answer in answers if (tokens := answer["meta_info"]["completion_tokens"])]:
+            others = (one.speed for one in self.servers if one.may_generate and one is not server)
+            server.speed.answered(seconds, lengths, others)
 
     def _check_versions(self, server: Server, answers: Iterable[dict[str, Any]], first: int) -> None:
         """Raise ServerDown if a token was sampled with weights older than `first` or newer than the target."""

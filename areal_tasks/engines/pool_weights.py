@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from areal_tasks.engines.external import FETCH, folder_not_visible
 from areal_tasks.engines.server import BadRequest, Server, ServerDown, Target
@@ -21,6 +21,8 @@ from areal_tasks.engines.server_pool import POLL_SECONDS, ServerPool
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+SLOWER_SECONDS: Final = 1.0  # by which one server may be slower to take weights than another, however fast that is
 
 
 class UpdatedPool(ServerPool):
@@ -55,7 +57,7 @@ class UpdatedPool(ServerPool):
 
         With `in_turns`, those that hold older ones generate with them until they load the target.
         """
-        self.target = target
+        self.target, self._target_since = target, self.clock()
         self._versions_unknown = False
         for server in self.servers:
             older = server.version is not None and server.version < target.version
@@ -154,7 +156,7 @@ class UpdatedPool(ServerPool):
 
     async def _load_in_turn(self, turns: asyncio.Semaphore, server: Server) -> float | None:
         """`_load` in turn; None if evicted before that. SGLang fetches from a store before it stops to generate."""
-        async with turns:
+        async with turns, self._about_to_generate([] if server.older else [server]):  # those have others meanwhile
             assert self.target is not None and self.target.uri is not None
             fetches = "://" in self.target.uri and self.settings.engine == "sglang"
             if fetches and server.healthy and not server.current:
@@ -166,11 +168,35 @@ class UpdatedPool(ServerPool):
             await self.followers.acknowledged()
             return await self._load(server)
 
+    @asynccontextmanager
+    async def _about_to_generate(self, servers: Collection[Server]) -> AsyncIterator[None]:
+        """While inside, these are given the target: a share of the requests waits for them, as for the others.
+
+        Otherwise the one that is ready first would take all. That ends as long after the first one was ready as it had
+        taken (see `_confirm`).
+        """
+        for server in servers:
+            server.loads = True
+        try:
+            yield
+        finally:
+            for server in servers:
+                server.loads = False
+            self._dispatch()
+
+    async def _wait_for_others(self, _: None) -> None:
+        """Wait as long as the first server has taken to be given the target; after that, no request waits for one."""
+        await asyncio.sleep(max(SLOWER_SECONDS, self.clock() - self._target_since))
+        for server in self.servers:
+            server.loads = False
+        self._dispatch()
+
     async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
         """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
         target = Target(version, key)
         self._set_target(target)
-        return await self.each(partial(self._confirm, given=target), urls)
+        async with self._about_to_generate([server for server in self.servers if server.url in urls]):
+            return await self.each(partial(self._confirm, given=target), urls)
 
     async def each(self, ask: Callable[[Server], Awaitable[T]], urls: Container[str] | None = None) -> list[T]:
         """The answers of all healthy servers (of `urls`) that are not held, asked at once. Evicts those that fail."""
@@ -212,7 +238,9 @@ class UpdatedPool(ServerPool):
             raise ServerDown(f"{server.url} holds weights {held} after it was sent {given.version}")
         if given != self.target:
             raise ServerDown(f"{server.url} has loaded {given}, but the target is now {self.target}")
-        server.current = True
+        server.current, server.loads = True, False
+        if any(one.coming for one in self.servers):
+            self._background("others", None, self._wait_for_others)
         self._dispatch()
         return server.url
 

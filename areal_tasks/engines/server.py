@@ -19,6 +19,7 @@ import orjson
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.external import STORE_OF
+from areal_tasks.engines.routing import Speed
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
 from schemas.recipe.derived import Interruption
@@ -101,10 +102,12 @@ class Server:
     requests: int = 0  # of this client, in flight
     asks: int = 0  # requests and commands in flight; no health checks
     paused: bool = False  # it was, or may have been, asked to pause generation, and not yet to continue
+    loads: bool = False  # the target weights, with which it is about to generate
     held: bool = False  # another client alone uses it: it gets no requests and no weights from this one
     cache_released: bool = False  # its KV cache, for the trainer: it must not generate
     load: int = 0  # samples in flight
     done: int = 0  # samples answered
+    speed: Speed = field(default_factory=Speed)
     commands: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during a command
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is given the target weights
     _tokens: set[asyncio.Future[Any]] = field(default_factory=set)  # health checks in flight that generate a token
@@ -114,6 +117,11 @@ class Server:
     @property
     def may_generate(self) -> bool:
         return self.healthy and (self.current or self.older) and not self.held
+
+    @property
+    def coming(self) -> bool:
+        """Whether it is worth to wait for it, since it may generate soon."""
+        return self.loads and self.healthy and not self.held
 
     @property
     def waits_for(self) -> str:
@@ -138,13 +146,15 @@ class Server:
         if session is not None:
             await session.close()
 
-    def begin(self, samples: int) -> None:
+    def begin(self, samples: int, now: float) -> None:
         """Count a request for so many samples as in flight."""
+        self.speed.passed(now, self.requests > 0)
         self.requests += 1
         self.load += samples
 
-    def end(self, samples: int) -> None:
+    def end(self, samples: int, now: float) -> None:
         """Count a request for so many samples as ended."""
+        self.speed.passed(now, self.requests > 0)
         self.requests -= 1
         self.load -= samples
         self.done += samples
@@ -282,16 +292,6 @@ class Server:
             return Heartbeat(await self.probe(token and requests > 0), work)
         except (ServerDown, BadRequest) as error:
             return Heartbeat(None, f"{work}; {error}")
-
-
-def choose(servers: Iterable[Server], floor: int = 0) -> Server | None:
-    """The server for a request: the one with the fewest samples in flight, so that slower ones get fewer requests.
-
-    None if no server that may generate and is known to hold version `floor` or a newer one has room.
-    """
-    room = (server for server in servers if server.may_generate and server.requests < server.slots)
-    known = (server for server in room if (server.version or 0) >= floor)
-    return min(known, key=lambda server: (server.load, server.done), default=None)
 
 
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.external import PROBE, check_temperature, check_versions_reported
-from areal_tasks.engines.server import Server, ServerDown, Target, choose, in_flight
+from areal_tasks.engines.routing import choose
+from areal_tasks.engines.server import Server, ServerDown, Target, in_flight
 from areal_tasks.engines.sharing import Followers, Serving, SharedServer
 from areal_tasks.engines.watchdog import Heartbeat
 from schemas.errors import UserError
@@ -66,6 +67,7 @@ class ServerPool(ABC):
         self.servers = [self._server(url) for url in urls]
         self.clock: Callable[[], float] = time.monotonic
         self.target: Target | None = None
+        self._target_since = 0.0  # by `clock`
         self.paused = False  # the servers were asked to pause generation, and not yet to continue
         self._released = False  # the servers are to release their KV caches
         embedded = settings.engine == "embedded"
@@ -79,6 +81,7 @@ class ServerPool(ABC):
         self._tasks: dict[tuple[str, Server | None], asyncio.Task[None]] = {}  # at most one per kind and server
         self._last_error: Exception | None = None
         self._waiting: deque[_Waiter] = deque()
+        self._demand = 0  # samples of this client's requests, in flight and waiting
 
     def _server(self, url: str, start: int = 0, healthy: bool = True, current: bool = True) -> Server:
         slots, seconds = self.settings.max_concurrent_requests, self.settings.request_timeout_seconds
@@ -127,7 +130,9 @@ class ServerPool(ABC):
     def serving(self) -> Serving:
         """What other clients of the same servers need to know."""
         servers = (
-            SharedServer(url=one.url, start=one.start, version=one.version, may_generate=one.may_generate)
+            SharedServer(
+                url=one.url, start=one.start, version=one.version, may_generate=one.may_generate, coming=one.coming
+            )
             for one in self.servers
         )
         requests = self.settings.max_concurrent_requests
@@ -140,7 +145,7 @@ class ServerPool(ABC):
         for one in serving.servers:
             if (server := known.get(one.url)) is None:
                 self.servers.append(server := self._server(one.url, one.start))
-            server.current, server.version = one.may_generate, one.version
+            server.current, server.version, server.loads = one.may_generate, one.version, one.coming
         await self.bound_requests(serving.requests)
         if serving.versions_unknown:
             await self._drop_all()
@@ -304,36 +309,41 @@ class ServerPool(ABC):
     # ── requests that wait for a server ───────────────────────────────────────────────────────────────────────────────
 
     @asynccontextmanager
-    async def _server_for(self, floor: int, samples: int) -> AsyncIterator[Server]:
-        """Wait for a server; inside, it counts the request as in flight. Raises ServerDown if none becomes healthy."""
+    async def _server_for(self, floor: int, samples: int, again: bool) -> AsyncIterator[Server]:
+        """Wait for a server; inside, it counts the request as in flight. Raises ServerDown if none becomes healthy.
+
+        A request that a server has failed to answer (`again`) precedes those that wait.
+        """
         waiter = _Waiter(floor, samples, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        (self._waiting.appendleft if again else self._waiting.append)(waiter)
+        self._demand += samples
         self._dispatch()
         try:
             server = await waiter.given
             self._background("watch", server, self._watch)
             yield server
         finally:
+            self._demand -= samples
             if (given := waiter.given).done() and not given.cancelled() and given.exception() is None:
-                given.result().end(samples)
+                given.result().end(samples, self.clock())
             self._dispatch()
 
     def _dispatch(self) -> None:
         """Assign waiting requests to servers, in order."""
         self.followers.changed()
-        skipped, refused = [], math.inf  # these, and whatever has this floor or a higher one, wait for newer weights
-        room = choose(self.servers)
+        skipped, refused, room = [], math.inf, True  # this floor, or a higher one, waits for newer weights
         while self._waiting and room:
             waiter = self._waiting.popleft()
             if waiter.given.done():  # it was cancelled
                 continue
-            if waiter.floor < refused and (server := choose(self.servers, waiter.floor)):
-                server.begin(waiter.samples)
+            searched, request = waiter.floor < refused, (waiter.samples, self._demand)
+            if searched and (server := choose(self.servers, waiter.floor, *request)):
+                server.begin(waiter.samples, self.clock())
                 waiter.given.set_result(server)
-                room = choose(self.servers)
-            else:
-                refused = min(refused, waiter.floor)
-                skipped.append(waiter)
+                continue
+            skipped.append(waiter)
+            if searched:
+                refused, room = waiter.floor, choose(self.servers, 0, *request) is not None
         self._waiting.extendleft(reversed(skipped))
         if self._closed:
             self._give_up()

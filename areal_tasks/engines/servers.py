@@ -380,16 +380,20 @@ class Servers:
             keep_cache=interruption(self.recipe) == "in_place",
         )
 
-    def make_room(self) -> None:
+    def make_room(self, loaded: bool) -> None:
         """Wait until the servers on the trainer's GPUs have started: call this before the trainer allocates memory.
 
         A starting server measures the free memory, and would count what the trainer allocates as its own. With
-        `inference.release_memory` the servers, also restarted ones, then release their KV caches.
+        `inference.release_memory` the servers, also restarted ones, then release their KV caches. Without, a trainer
+        that is `loaded` has its memory, and waits for no server that was lost and starts again.
         """
         if not (sharing := [name for i, name in enumerate(self.names) if self.placement.shared(i)]):
             return
+        releases = self.recipe.inference.release_memory  # type: ignore[union-attr]
+        if loaded and not releases:
+            return
         ready(self.supervisor, self.watchdog, sharing, self.written)
-        if self.recipe.inference.release_memory:  # type: ignore[union-attr]
+        if releases:
             with self._lock:
                 client = self._supervised()
                 self.call(client.wait_healthy())

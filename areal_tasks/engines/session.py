@@ -61,7 +61,7 @@ class Engines:
         self.initial: WeightsRef | None = None
         self.supervisor = Supervisor(run.store, recipe.launcher, logs)
         self.watchdog = Watchdog(recipe.launcher, self.supervisor.end_hung)
-        common = self.supervisor, self.watchdog, self._initial, lambda: self.servers.make_room()
+        common = self.supervisor, self.watchdog, self._initial, lambda loaded: self.servers.make_room(loaded)
         self.trainers = {role: ResidentTrainer(run, trainer_names(recipe, role), *common) for role in ROLES}
         self.servers: Servers = Servers(
             run, recipe, generates, self.supervisor, self.watchdog, self.actor, lambda: self.ends

@@ -14,12 +14,13 @@ from schemas.record import Record
 
 
 class SharedServer(Record):
-    """A server: its address and start number, the version it is known to hold, and whether it may generate now."""
+    """A server: its address and start number, the version it is known to hold, whether it may generate now or soon."""
 
     url: str
     start: int
     version: int | None
     may_generate: bool
+    coming: bool = False
 
 
 class Serving(Record):

@@ -38,7 +38,8 @@ class ResidentTrainer:
 
     The first service listens.
 
-    `initial` returns the weights of version 0. `make_room` is called before the trainer allocates memory.
+    `initial` returns the weights of version 0. `make_room` is called before the trainer works, with whether it has its
+    memory already.
     """
 
     run: Run
@@ -46,7 +47,7 @@ class ResidentTrainer:
     supervisor: Supervisor
     watchdog: Watchdog
     initial: Callable[[], WeightsRef]
-    make_room: Callable[[], None]
+    make_room: Callable[[bool], None]
     client: TrainerClient | None = None  # of the process that was last used
     #: Whether the trainer's weights are those that servers have of its version: not after retraining that differs.
     matches_servers: bool = True
@@ -119,7 +120,9 @@ class ResidentTrainer:
     @contextmanager
     def _locked(self) -> Iterator[TrainerClient]:
         """A connection to the process. Inside, no other thread brings the trainer to another version."""
-        self.make_room()  # without the lock: it may wait for servers, which may wait for this trainer's weights
+        with self._lock:
+            loaded = self._connected().health().version is not None
+        self.make_room(loaded)  # without the lock: it may wait for servers, which may wait for this trainer's weights
         with self._lock:
             yield self._connected()
 

@@ -389,8 +389,8 @@ def test_no_server_gets_more_requests_at_once_than_the_recipe_says(monkeypatch: 
         async with serving(*fakes, max_concurrent_requests=3) as client:
             begin = Server.begin
 
-            def counted(server: Server, samples: int) -> None:
-                begin(server, samples)
+            def counted(server: Server, samples: int, now: float) -> None:
+                begin(server, samples, now)
                 most[server.url] = max(most.get(server.url, 0), server.requests)
 
             monkeypatch.setattr(Server, "begin", counted)

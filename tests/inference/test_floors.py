@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from areal_tasks.engines.access import Access
 from areal_tasks.engines.client import GenerateRequest, InferenceClient
-from areal_tasks.engines.server import Server, choose
+from areal_tasks.engines.routing import choose
+from areal_tasks.engines.server import Server
 from areal_tasks.engines.sharing import Serving, SharedServer
 from schemas.recipe.sections import Inference
 from tests.inference.fake_server import Fake, Told, check, requests, run, serve, serving, until

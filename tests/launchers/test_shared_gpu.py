@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from stage_driver import store_in, tiny
@@ -17,6 +18,8 @@ from areal_tasks.launchers.gpus import Placement
 from areal_tasks.store.opening import open_run
 from schemas.recipe.sections import Inference
 from tests.inference.fake_supervisor import FakeSupervisor, supervise
+
+HELD: Any = SimpleNamespace(version=0)  # by the trainer
 
 
 class Noting(FakeSupervisor):
@@ -36,7 +39,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines
     """Engines whose services are said to be there: what is waited for, and asked of servers, is noted in `log`."""
     recipe = tiny()
     run = open_run(store_in(tmp_path), "r", recipe)
-    held = SimpleNamespace(close=lambda: None, health=lambda: SimpleNamespace(version=0))
+    held = SimpleNamespace(close=lambda: None, health=lambda: HELD)
     monkeypatch.setattr(trainers, "TrainerClient", lambda *_a, **_o: held)
     with Engines(run, recipe, tmp_path / "logs") as found:
         supervise(found, Noting())
@@ -48,18 +51,22 @@ def log(engines: Engines) -> list[str]:
     return engines.supervisor.log
 
 
-def placed(engines: Engines, server: str) -> list[str]:
+def placed(engines: Engines, server: str, monkeypatch: pytest.MonkeyPatch, held: int | None) -> list[str]:
+    """What is waited for until a trainer that holds this version is used, besides itself."""
+    monkeypatch.setattr(HELD, "version", held)
+    monkeypatch.setattr(trainers, "restore", lambda *_: None)
+    monkeypatch.setattr(engines.actor, "initial", lambda: None)
     engines.servers.placement = Placement(("0",), ((server,),))
     engines.actor.at(0)
-    return log(engines)
+    return [name for name in log(engines) if name != TRAINER]
 
 
-def test_the_trainer_waits_for_a_server_that_starts_on_its_gpu(engines: Engines) -> None:
-    assert placed(engines, "0") == ["inference-0", TRAINER]
-
-
-def test_it_does_not_wait_for_one_with_a_gpu_of_its_own(engines: Engines) -> None:
-    assert placed(engines, "1") == [TRAINER]
+@pytest.mark.parametrize(("held", "server", "waited"), [(None, "0", ["inference-0"]), (0, "0", []), (None, "1", [])])
+def test_a_trainer_without_weights_waits_for_a_server_that_starts_on_its_gpu(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, held: int | None, server: str, waited: list[str]
+) -> None:
+    """One that holds some has its memory, and one with a GPU of its own cannot take a server's."""
+    assert placed(engines, server, monkeypatch, held) == waited
 
 
 def test_a_server_that_has_only_just_started_gives_its_memory_too(
@@ -78,4 +85,4 @@ def test_a_server_that_has_only_just_started_gives_its_memory_too(
 
     monkeypatch.setattr(InferenceClient, "wait_healthy", looked_at)
     monkeypatch.setattr(InferenceClient, "release_caches", release)
-    assert placed(engines, "0")[-3:] == ["looked at", "release", TRAINER]
+    assert placed(engines, "0", monkeypatch, 0)[-2:] == ["looked at", "release"]

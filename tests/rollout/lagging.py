@@ -11,7 +11,8 @@ from test_rollouts import sample
 
 from areal_tasks.engines.client import GenerateRequest
 from areal_tasks.engines.pool_weights import UpdatedPool
-from areal_tasks.engines.server import Server, Target, choose
+from areal_tasks.engines.routing import choose
+from areal_tasks.engines.server import Server, Target
 from areal_tasks.engines.sharing import Followers
 from areal_tasks.workflows import Prompt, Sample, WorkflowContext
 
@@ -41,7 +42,7 @@ class Attempt:
 
     def leave(self) -> None:
         if self.server is not None:
-            self.server.end(1)
+            self.server.end(1, 0.0)
         self.server = None
 
     def sample(self, reward: float) -> Sample:
@@ -101,7 +102,7 @@ class LaggingServers:
     def _dispatch(self, attempts: Iterable[Attempt]) -> None:
         for attempt in attempts:
             if attempt.server is None and (server := choose(self.servers, attempt.floor)) is not None:
-                server.begin(1)
+                server.begin(1, 0.0)
                 attempt.server = server
 
     def publish(self, version: int) -> None:

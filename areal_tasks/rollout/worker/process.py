@@ -186,6 +186,7 @@ class Worker:
     def _judge(self, recipe: Generating, sampling: Rollout, decides: bool, code: Mapping[str, str]) -> Judge:
         """Verifies samples for the recipe's filters and its workflow, or in advance."""
         pool, filters = VerifierPool(recipe.reward, code), sampling.filters
+        pool.submit(())  # so that its processes start while the first groups are generated
         self._resources.push_async_callback(asyncio.to_thread, pool.close)
 
         def verify(rows: Sequence[Row]) -> asyncio.Future[list[VerifyResult]]:

@@ -1,0 +1,303 @@
+"""Two servers through the product: speed and split at η = 0, and what a killed server or worker costs at η = 2.
+
+    python -m benchmarks.gpu.two_servers 135m                                  (a host with two GPUs; ten minutes)
+    python -m benchmarks.gpu.two_servers tiny --cpu --folder /tmp/two-servers  (the same, small, with embedded servers)
+
+Runs of benchmarks/gpu/iteration.yaml by `arealflow run`:
+
+1. `balance`: η = 0 with one server, to which `arealflow set` adds another: seconds of a rollout, and how its samples
+   are split between the two;
+2. `worker`: η = 2, the rollout worker is killed (SIGKILL) `--workers` times: seconds until the next commit;
+3. `server`: in the same run one server is, and then the other, `--kills` times, each once the one before is back.
+
+With η = 2 the next iteration needs what one server generates of it alone, so that the samples of these parts are
+shorter (`--kills-new`): with 400 tokens one server needs five seconds for an iteration.
+
+Everything is measured from outside: by the runs' commits and tables, and by what their services register. After
+`--seconds` it ends with what it has. On a host where SGLang takes half a minute to start, ten kills need a call of
+their own: `--parts balance,worker`, then `--parts server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import count, pairwise, takewhile
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from areal_tasks.store.backend import open_store
+from areal_tasks.store.commit import read_record
+from areal_tasks.store.paths import service
+from benchmarks.gpu.iteration import paths
+from benchmarks.gpu.product import committed, rows
+from benchmarks.gpu.results import add_results_option, end_tree, record
+from benchmarks.gpu.settings import ON_CPU, RECIPE, words_of
+from benchmarks.gpu.shapes import SHAPES
+from schemas.manifest import ServiceRecord
+
+LOOK_SECONDS: Final = 0.02
+ETA: Final = 2
+WARM: Final = 2  # iterations of each number of servers that are left out
+ENDLESS: Final = 100_000  # iterations: the measurement ends the run
+PARTS: Final = ("balance", "worker", "server")
+ROLLOUTS: Final = """
+    SELECT s.iteration, s.seconds, r.servers FROM stages s JOIN (SELECT iteration, list(n ORDER BY n) AS servers FROM
+      (SELECT iteration, server, count(*) AS n FROM rollout GROUP BY 1, 2) GROUP BY 1) r USING (iteration)
+    WHERE s.stage = 'rollout' AND s.iteration >= {first} ORDER BY 1"""
+
+
+class Over(Exception):
+    """The time is over, or the run has ended."""
+
+
+@dataclass
+class Product:
+    """A run of the product in a process of its own."""
+
+    name: str
+    folder: Path  # with the store, the logs of services, and of the flow
+    words: Sequence[str]
+    deadline: float
+    known: int = 0  # iterations that are committed
+    killed: Counter[str] = field(default_factory=Counter)  # kills by the name of the service
+
+    def __post_init__(self) -> None:
+        self.log, self.store = self.folder / f"{self.name}.log", open_store((self.folder / "store").as_uri())
+        with self.log.open("wb") as log:
+            command = self._command(["run", RECIPE, f"run={self.name}", *self.words])
+            self.process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log)
+
+    def __enter__(self) -> Product:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            print(*self.log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
+        end_tree(self.process)
+
+    def set(self, **changes: object) -> None:
+        """Have the run go on with these values of live fields, from the iteration after the next on."""
+        words = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
+        command = ["set", self.name, *words, "--store", self.store.url]
+        subprocess.run(self._command(command), env=self._environment(), check=True)
+
+    def _command(self, words: Sequence[str]) -> list[str]:
+        return [sys.executable, "-c", "from flows.cli.main import main; main()", *words]
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"AREALFLOW_HOME": str(self.folder / "home"), "TOKENIZERS_PARALLELISM": "false"}
+
+    def until(self, condition: Callable[[], object]) -> float:
+        """Wait for it; the monotonic clock then. Over: the time is over, or the run has ended."""
+        while not condition():
+            if time.monotonic() > self.deadline or self.process.poll() is not None:
+                raise Over(f"after {self.commits()} iterations; the run has ended with {self.process.poll()}")
+            time.sleep(LOOK_SECONDS)
+        return time.monotonic()
+
+    def commits(self) -> int:
+        """The number of iterations that are committed."""
+        self.known = committed(self.store, self.name, self.known)
+        return self.known
+
+    def after(self, iterations: int) -> float:
+        """Wait for so many further commits; the monotonic clock then."""
+        wanted = self.commits() + iterations
+        return self.until(lambda: self.commits() >= wanted)
+
+    def starts(self, name: str) -> list[ServiceRecord]:
+        """What the starts of a service have registered, in order."""
+        owner = max(int(file.stem) for file in (self.folder / "store" / self.name / "owners").glob("*.json"))
+        found = (service(self.name, owner, name, restart) for restart in count())
+        return [read_record(self.store, path, ServiceRecord) for path in takewhile(self.store.exists, found)]
+
+    def is_back(self, name: str) -> bool:
+        """Whether the start after the last kill of the service has registered; each kill makes one start."""
+        return len(self.starts(name)) > self.killed[name]
+
+    def kill(self, name: str) -> float:
+        """Kill the processes of a service; the monotonic clock then."""
+        leader = psutil.Process(self.starts(name)[-1].pid)
+        family = [leader, *leader.children(recursive=True)]
+        self.killed[name] += 1
+        began = time.monotonic()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return began
+
+
+@dataclass
+class Bench:
+    """What is measured, one part after another."""
+
+    product: Product
+    arguments: argparse.Namespace
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def balance(self) -> None:
+        """Seconds and split of rollouts by one server, and by two."""
+        product, most = self.product, self.arguments.iterations
+        product.until(lambda: product.commits() >= WARM + most)
+        product.set(inference__servers=2)
+        self._note("one", [row for row in self._rollouts(WARM) if len(row["servers"]) == 1])
+        product.until(lambda: product.is_back("inference-1"))
+        first = product.commits() + 2
+        product.until(lambda: product.commits() >= first + WARM + most)
+        self._note("two", self._rollouts(first + WARM))
+
+    def _rollouts(self, first: int) -> list[dict[str, Any]]:
+        return rows(self.product.store, self.product.name, ROLLOUTS.format(first=first))
+
+    def _note(self, servers: str, rollouts: list[dict[str, Any]]) -> None:
+        seconds = [round(row["seconds"], 3) for row in rollouts]
+        shares = [[round(n / sum(row["servers"]), 3) for n in row["servers"]] for row in rollouts]
+        self.found |= {f"rollout_seconds_{servers}": seconds, f"split_{servers}": shares}
+
+    def undisturbed(self) -> None:
+        """Note how long an iteration takes."""
+        product = self.product
+        product.until(lambda: product.commits() and product.is_back("inference-1"))
+        product.after(2 + ETA)
+        began = time.monotonic()
+        self.found["iteration_seconds"] = round((product.after(5) - began) / 5, 3)
+
+    def worker(self) -> None:
+        for number in range(self.arguments.workers):
+            self._kill("rollout-0", "worker_killed", number)
+            self.product.after(3)
+
+    def server(self) -> None:
+        for number in range(self.arguments.kills):
+            name = f"inference-{number % 2}"
+            began = self._kill(name, "server_killed", number)
+            back = self.product.until(lambda name=name: self.product.is_back(name))  # type: ignore[misc]
+            self.found.setdefault("server_back", []).append(round(back - began, 3))
+            self.product.after(4)
+
+    def _kill(self, name: str, what: str, number: int) -> float:
+        """Kill a service, at another moment of an iteration each time; note the seconds until the next commits."""
+        self.product.after(1)
+        time.sleep(self.found["iteration_seconds"] * (number * 0.381966 % 1))  # the golden section: spread evenly
+        began, before = self.product.kill(name), self.product.commits()
+        times = [self.product.until(lambda n=n: self.product.commits() >= before + n) - began for n in (1, 2, 3)]  # type: ignore[misc]
+        self.found.setdefault(what, []).append([round(seconds, 3) for seconds in times])
+        print(f"{name} killed: commits after {', '.join(f'{seconds:.2f}' for seconds in times)} s", flush=True)
+        return began
+
+
+def words(arguments: argparse.Namespace) -> list[str]:
+    """The overrides of the recipe."""
+    model, prompts, store = paths(arguments)
+    sizes = [
+        f"model.path={model}",
+        f"data.source={prompts}",
+        f"store.url={store}",
+        f"rollout.groups={arguments.groups}",
+        f"rollout.group_size={arguments.size}",
+        f"rollout.max_new_tokens={arguments.new}",
+        f"inference.max_concurrent_requests={arguments.groups}",
+        f"schedule.iterations={ENDLESS}",
+        "schedule.artifact_every=1000",
+        "trainer.recover_within_seconds=86400",
+        "trainer.compile=false",
+        "launcher.type=local",
+    ]
+    on_gpus = [
+        "inference.gpus=[0,1]",
+        "trainer.gpus=[0]",
+        f"inference.flags.cuda-graph-max-bs-decode={most(arguments)}",
+    ]
+    on_cpu = [*ON_CPU, f"inference.slots={most(arguments)}", "reward.workers=1"]
+    return [*words_of(arguments.shape), *sizes, *(on_cpu if arguments.cpu else on_gpus), *arguments.overrides]
+
+
+def most(arguments: argparse.Namespace) -> int:
+    """Samples that a server is given at once, at most: those of an iteration."""
+    return int(arguments.groups * arguments.size)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """What was measured, and what is required."""
+    lines = ["| what | measured | required |", "|---|---|---|"]
+    one, two = (found.get(f"rollout_seconds_{n}") for n in ("one", "two"))
+    if one and two:
+        before, after = statistics.median(one), statistics.median(two)
+        shares = [min(split) if len(split) > 1 else 0.0 for split in found["split_two"]]
+        lines += [
+            f"| a rollout by one server ÷ by two | {before / after:.2f} ({before:.2f} → {after:.2f} s) | ≥ 1.85 |",
+            f"| smaller share: least, median | {min(shares):.0%}, {statistics.median(shares):.0%} | ≥ 45% |",
+        ]
+    if "iteration_seconds" in found:
+        lines.append(f"| undisturbed iteration at η = {ETA} | {found['iteration_seconds']:.2f} s | |")
+    for what, name in (("server_killed", "one of two servers"), ("worker_killed", "the rollout worker")):
+        if kills := found.get(what):
+            first = [times[0] for times in kills]
+            gaps = [max(b - a for a, b in pairwise([0.0, *times])) for times in kills]
+            seconds = f"{min(first):.2f} to {max(first):.2f} s, median {statistics.median(first):.2f}"
+            lines += [
+                f"| {name} killed {len(kills)} times: the next commit after | {seconds} | ≤ 5 s |",
+                f"| … the longest time without a commit, of the next three | {max(gaps):.2f} s | |",
+            ]
+    return lines
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the parts that are asked for, as far as the time is enough."""
+    started, found = time.monotonic(), dict[str, Any]()
+    asynchronous = ["inference.servers=2", f"rollout.max_head_offpolicyness={ETA}"]
+    asynchronous.append(f"rollout.max_new_tokens={arguments.kills_new}")
+    asked = arguments.parts.split(",")
+    for name, more, parts in (("balance", [], PARTS[:1]), ("kills", asynchronous, PARTS[1:])):
+        if not (wanted := [part for part in parts if part in asked]):
+            continue
+        own = f"two-servers-{name}-{datetime.now(UTC):%m%d-%H%M%S}"
+        overrides = [*words(arguments), *more]
+        try:
+            with Product(own, arguments.folder.resolve(), overrides, started + arguments.seconds) as product:
+                bench = Bench(product, arguments, found)
+                for part in ["undisturbed", *wanted] if more else wanted:
+                    getattr(bench, part)()
+        except Over as over:
+            print(f"cut off: {over}", file=sys.stderr)
+    return found | {"seconds_in_all": round(time.monotonic() - started, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("overrides", nargs="*", help="of the recipe, as section.field=value")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--size", type=int, default=16, help="samples of a group")
+    parser.add_argument("--new", type=int, default=400, help="tokens of a sample, at most")
+    parser.add_argument("--kills-new", type=int, default=200, help="the same of the run whose services are killed")
+    parser.add_argument("--iterations", type=int, default=6, help="that are measured for each number of servers")
+    parser.add_argument("--kills", type=int, default=10, help="of servers")
+    parser.add_argument("--workers", type=int, default=5, help="kills of the rollout worker")
+    parser.add_argument("--seconds", type=float, default=570, help="time limit")
+    parser.add_argument("--cpu", action="store_true", help="embedded servers; choose small sizes")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, prompts, store, logs")
+    parser.set_defaults(prompt_tokens=64, raw_rounds="")
+    add_results_option(parser)
+    arguments = parser.parse_intermixed_args()
+    size = {name: getattr(arguments, name) for name in ("shape", "groups", "size", "new", "kills_new")}
+    found = measured(arguments)
+    record(arguments.results, "two_servers", **size, **found)
+    print(*table(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
