@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 T = TypeVar("T")
 
-POLL_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.2
 BRIEF_SECONDS: Final = 2.0  # to cancel work in progress: Prefect's worker kills a flow 7 s after asking it to end
 
 

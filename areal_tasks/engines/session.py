@@ -23,7 +23,6 @@ from areal_tasks.engines.starting import (
     MODULES,
     ROLES,
     TRAINER,
-    WORKER,
     Role,
     may_load_early,
     startable_folder,
@@ -31,7 +30,7 @@ from areal_tasks.engines.starting import (
 )
 from areal_tasks.engines.trainers import ResidentTrainer
 from areal_tasks.engines.watchdog import Heartbeat, Watchdog
-from areal_tasks.launchers.choice import on_this_machine
+from areal_tasks.launchers.choice import WORKER, on_this_machine
 from areal_tasks.launchers.cluster import Resources
 from areal_tasks.launchers.gpus import Placement, assigned, check_joins, describe, place_recipe, visible_gpus
 from areal_tasks.launchers.placement import server_needs, trainer_needs, worker_needs

@@ -23,7 +23,6 @@ ACTOR: Final = Role(TRAINER)  # it trains the policy that generates
 ROLES: tuple[Role, ...] = (ACTOR,)
 MODULES: Final = {name: f"areal_tasks.engines.{name}" for name in ("embedded", "sglang", TRAINER)}
 
-WORKER: Final = "areal_tasks.rollout.worker"
 #: What ends the wait for a service that no machine runs yet.
 NO_MACHINE: Final = "launcher.queue_seconds until a machine runs it, then launcher.startup_seconds"
 STARTS: Final = "launcher.startup_seconds"

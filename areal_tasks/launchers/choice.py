@@ -44,5 +44,10 @@ def make_cluster(settings: Settings) -> Cluster:
     return made
 
 
-_HERE: Final[dict[str, Callable[[], Launcher]]] = {"local": LocalLauncher, "inline": InlineLauncher}
+#: The module of rollout workers, which users' code may end: on this machine a spare one waits.
+WORKER: Final = "areal_tasks.rollout.worker"
+_HERE: Final[dict[str, Callable[[], Launcher]]] = {
+    "local": lambda: LocalLauncher(WORKER),
+    "inline": InlineLauncher,
+}
 _CLUSTERS: Final = {"ray": "areal_tasks.launchers.ray:RayCluster", "slurm": "areal_tasks.launchers.slurm:slurm"}

@@ -18,6 +18,7 @@ import uvicorn
 from areal_tasks.engines.lifeline import LIFELINE, SCRATCH
 from areal_tasks.engines.service import SPEC, make_server
 from areal_tasks.launchers.protocol import Handle, Job, Launcher
+from areal_tasks.launchers.spare import Spares
 from areal_tasks.launchers.usage import Usage, machine, measure
 from areal_tasks.secret import TOKEN, handed_over, without_secrets
 from areal_tasks.temporary import OwnedFolder
@@ -87,27 +88,33 @@ class LocalHandle(Handle):
 class LocalLauncher(Launcher):
     """Starts processes that hold the read end of a pipe whose write end only this process has (the lifeline)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *spares: str) -> None:
+        """`spares`: modules of services of which a process waits that has imported them."""
         self.read_end, self.write_end = os.pipe()  # neither is inherited unless passed on
+        self.spares = Spares(spares, self.read_end)
 
     def start(self, job: Job) -> LocalHandle:
         """Start the service's process. Raises OSError."""
         scratch = OwnedFolder(job.spec.name)
         job.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = self._environment(job, Path(scratch.name))
+        spare = self.spares.take(job.module, environment, job.token, scratch.name, job.log)
         with job.log.open("ab") as log, handed_over(**{TOKEN: job.token}) as (secrets, named):
-            process = subprocess.Popen(
+            process = spare or subprocess.Popen(
                 [sys.executable, "-m", job.module],
                 cwd=scratch.name,
-                env=self._environment(job, Path(scratch.name)) | named,
+                env=environment | named,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[self.read_end, secrets, scratch.lock],
                 start_new_session=True,
             )
+        self.spares.started(job.module, environment)
         return LocalHandle(process, scratch, job.spec.gpus)
 
     def close(self) -> None:
+        self.spares.close()
         os.close(self.write_end)
         os.close(self.read_end)
 

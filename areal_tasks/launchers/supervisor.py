@@ -292,7 +292,7 @@ class Supervisor:
             code = service.handle.exit_code()
             log.warning("service %s ended with %s; restarting it", service.spec.name, code)
             self._end(service)
-            pause = LONGEST_PAUSE_SECONDS if code == UNAVAILABLE else 0.5 * 2**service.failures
+            pause = LONGEST_PAUSE_SECONDS if code == UNAVAILABLE else 0.5 * (2**service.failures - 1)
             service.restart_at = time.monotonic() + min(LONGEST_PAUSE_SECONDS, pause)
         members, now = self._members(service), time.monotonic()
         if all(one.restart_at is not None and one.restart_at <= now and _is_stopped(one) for one in members):
