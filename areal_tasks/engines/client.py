@@ -28,6 +28,10 @@ ATTEMPTS: Final = 4  # servers that a request is tried on: a request that crashe
 IDLE_CONTINUATIONS: Final = 16  # consecutive interruptions without a new token that are tolerated
 
 
+class Lost(Exception):
+    """The server of a request that `begins_again` has failed, and nothing of its completion is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One completion to be sampled. Requests of one `group` that are made at once are sent in one HTTP request.
@@ -47,6 +51,7 @@ class GenerateRequest:
     group: int = 0
     floor: int = 0
     scored_from: int | None = None
+    begins_again: bool = False  # `Lost` is raised where its floor might be higher the next time
 
 
 @dataclass(slots=True)
@@ -204,7 +209,7 @@ class InferenceClient(UpdatedPool):
 
     async def _send(self, works: list[_Work], stream: bool) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
         """A server's URL and its answers: once, or growing (`stream`). Retried on another server after a failure."""
-        request = works[0].request
+        request, answers = works[0].request, list[dict[str, Any]]()
         for attempt in range(ATTEMPTS):
             async with self._server_for(request.floor, len(works), again=attempt > 0) as server:
                 try:
@@ -219,7 +224,13 @@ class InferenceClient(UpdatedPool):
                     return
                 except ServerDown as error:
                     self._evict(server, error)
+                    if request.begins_again and not any(work.begun for work in works) and self._has_newer(request):
+                        raise Lost(str(error)) from error
         raise ServerDown(f"{ATTEMPTS} servers failed to answer one request; the last: {self._last_error}")
+
+    def _has_newer(self, request: GenerateRequest) -> bool:
+        """Whether a server generates with newer weights than the request asks for."""
+        return any(one.may_generate and (one.version or 0) > request.floor for one in self.servers)
 
     def _learn(self, server: Server, seconds: float, answers: Iterable[dict[str, Any]]) -> None:
         """Note how fast the server was, by its last answer."""

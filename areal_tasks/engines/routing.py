@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from areal_tasks.engines.server import Server
 
-KEPT: Final = 0.995  # of what is known, at each answer of any server: about the last two hundred count
+KEPT: Final = 0.998  # of what is known, at each answer of any server: about the last five hundred count
 GAIN: Final = 0.02  # in how small steps, one at each answer, shares approach those with which all have one pace
 ALIKE: Final = 1.25  # servers that differ by less get the same, so that chance does not move shares
 

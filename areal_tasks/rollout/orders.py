@@ -14,7 +14,7 @@ from schemas.errors import UserError
 from schemas.manifest import SpoolRecord, TableRef, WeightsRef
 from schemas.record import Record
 
-Cause = Literal["workflow", "mistake", "servers", "verifiers"]
+Cause = Literal["workflow", "mistake", "server", "servers", "verifiers"]
 
 
 class LeaseOver(Exception):
@@ -104,7 +104,7 @@ class Rejected(Ended):
 
 
 class Failed(OfGroup):
-    """An attempt at a group failed; `cause`: its workflow, a user's mistake, failed servers or verifiers."""
+    """An attempt at a group failed; `cause`: its workflow, a user's mistake, one server, all of them, or verifiers."""
 
     kind: Literal["failed"] = "failed"
     reason: str

@@ -340,8 +340,15 @@ class Rollouts:
         self.spool.note(event.record, mine)
 
     def _fail(self, event: orders.Failed) -> None:
-        """Handle a failed attempt: the workflow's failure counts as an attempt; any other cause ends the stage."""
+        """Handle a failed attempt: the workflow's failure counts as an attempt; another cause ends the stage.
+
+        A group that was lost with one server begins again with the newest weights: no iteration has to wait for it
+        because of those that it had begun with.
+        """
         self._assigned.end(event.index)
+        if event.cause == "server":
+            self._lose([event.index])
+            return
         if event.cause != "workflow":
             self.tracker.withdraw(event.index)
             self.end(ERRORS[event.cause](event.reason))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_tasks.engines.access import Access
-from areal_tasks.engines.client import GenerateRequest, InferenceClient
+from areal_tasks.engines.client import GenerateRequest, InferenceClient, Lost
 from areal_tasks.engines.routing import choose
 from areal_tasks.engines.server import Server
 from areal_tasks.engines.sharing import Serving, SharedServer
@@ -55,6 +55,22 @@ def test_requests_pass_over_servers_below_the_floor() -> None:
     assert choose(servers[2:]) is servers[2]
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_request_that_begins_again_is_lost_with_its_server_where_others_have_newer_weights(newer: bool) -> None:
+    """Its floor may then be higher; else it goes to another server as any other request."""
+
+    async def test() -> None:
+        dying, other = Fake(version=1), Fake(version=2 if newer else 1)
+        dying.deaf_to_prompts = True
+        async with follower([dying, other]) as client:
+            asked = [replace(request, begins_again=True, floor=1) for request in requests(2)]
+            answers = [asyncio.ensure_future(client.generate(asked[at : at + 2])) for at in (0, 2)]
+            outcomes = await asyncio.gather(*answers, return_exceptions=True)
+            assert [isinstance(one, Lost) for one in outcomes] == [newer, False]
+
+    run(test)
+
+
 def test_a_request_waits_for_its_floor_and_holds_no_other_up() -> None:
     async def test() -> None:
         fake = Fake()
@@ -76,7 +92,7 @@ def test_requests_that_wait_for_their_floor_cost_no_search_each(monkeypatch: pyt
     async def test() -> None:
         fakes, searches = [Fake(), Fake()], list[int]()
 
-        def search(servers: Iterable[Server], floor: int = 0) -> Server | None:
+        def search(servers: Iterable[Server], floor: int = 0, *request: float) -> Server | None:
             searches.append(floor)
             return choose(servers, floor)
 

@@ -196,19 +196,19 @@ def use(slower: float, count: int, slots: int, work: Sequence[Sequence[Lengths]]
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@given(slower=st.floats(3, 8), groups=st.integers(64, 128))
-@settings(max_examples=8, deadline=None)
-def test_a_server_that_is_five_times_slower_costs_a_tenth_at_most(count: int, slower: float, groups: int) -> None:
-    """Whatever else holds up: all samples are equally long, and in flight from the beginning."""
-    assert use(slower, count, 1000, batches(alike, 8, groups)) >= 0.9
+@given(groups=st.integers(48, 192))
+@settings(max_examples=5, deadline=None)
+def test_a_server_that_is_five_times_slower_costs_a_tenth_at_most(count: int, groups: int) -> None:
+    """All samples are equally long, and in flight from the beginning: nothing is left for the one that ends first."""
+    assert use(5, count, 1000, batches(alike, 8, groups)) >= 0.9
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_so_it_does_where_lengths_differ_as_completions_do(count: int, seed: int) -> None:
     """A batch ends with its longest samples, also on equal servers: unless requests wait, it has to do as well."""
-    assert use(5, count, 8, batches(skewed, 6, 256, seed)) >= 0.9
+    assert use(5, count, 8, batches(skewed, 5, 256, seed)) >= 0.9
     at_once = batches(skewed, 8, 64, seed)
     assert use(5, count, 1000, at_once) >= 0.85 * use(1, count, 1000, at_once)
 
@@ -222,14 +222,14 @@ def test_a_difference_that_has_gone_is_forgotten(kind: tuple[float, float]) -> N
         simulation.batch(batch)
     assert simulation.tokens[1] > 3 * simulation.tokens[0]
     machines[0].fixed, machines[0].each = fixed, each
-    for batch in batches(alike, 16):
+    for batch in batches(alike, 40):
         simulation.batch(batch)
     assert simulation.tokens[0] == pytest.approx(simulation.tokens[1], rel=0.1)
 
 
 @pytest.mark.parametrize(("fixed", "each"), [FULL, EMPTY])
-@given(first=st.floats(0.01, 2), later=st.floats(0, 2), slots=st.integers(16, 100), groups=st.integers(16, 64))
-@settings(max_examples=20, deadline=None)
+@given(first=st.floats(0.01, 2), later=st.floats(0, 2), slots=st.integers(32, 100), groups=st.integers(16, 64))
+@settings(max_examples=10, deadline=None)
 def test_servers_that_have_new_weights_one_after_the_other_get_equally_much(
     fixed: float, each: float, first: float, later: float, slots: int, groups: int
 ) -> None:
@@ -241,7 +241,7 @@ def test_servers_that_have_new_weights_one_after_the_other_get_equally_much(
 
 
 @given(at=st.floats(0, 12), slots=st.sampled_from([8, 1000]), seed=st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_what_a_server_had_when_it_failed_goes_to_the_others_at_once(at: float, slots: int, seed: int) -> None:
     """So a batch takes no longer than one server needs for the rest and for what is lost."""
     fixed, each = FULL

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from near import SAYS_SO, FailingStore, Here, Near, some_store
 from waiting import until
 
-from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.client import InferenceClient, Lost
 from areal_tasks.engines.server import BadRequest, ServerDown
 from areal_tasks.engines.sharing import Followers
 from areal_tasks.rollout.group_tracker import GroupTracker
@@ -240,6 +240,28 @@ def test_a_group_that_fails_is_tried_again_and_then_rejected(local_store: Store)
         assert (await found.settled())[0] == SettledGroups(6)  # a commit is to count them
         again = at(local_store, owner=2)
         assert sorted(group.index for group in again.recover(SettledGroups())[1]) == [1, 2]
+
+    go(work())
+
+
+def test_a_group_that_is_lost_with_its_server_begins_again_with_the_newest_weights() -> None:
+    """No attempt counts, and its deadline is that of the groups that begin now."""
+
+    async def work() -> None:
+        lost = {0, 3}
+        scene = Scene(at_once=False, verdicts=lambda group: Lost("gone") if group in lost else None)
+        found = rollouts(scene, some_store(), eta=2)
+        taking = asyncio.ensure_future(found.groups())
+        await until(lambda: len(scene.ends) == 3 * BATCH)
+        scene.version = 1
+        for group in sorted(lost):
+            scene.ends.pop(group).set_result(None)
+        await until(lambda: lost <= scene.ends.keys())
+        assert {found.tracker.version(group) for group in lost} == {1} and not found.tracker.failures
+        for group in (1, 2, 4, 5):
+            scene.ends[group].set_result(None)
+        assert await taking == [1, 2, 4, 5], "it waits for none of the lost ones"
+        await found.close()
 
     go(work())
 

@@ -149,12 +149,13 @@ async def _no_op() -> None:
 class LeasedClient:
     """The client, for a leased group whose workflow may run in another event loop than the current one.
 
-    Requests run in the current loop. None goes to a server with weights older than `floor`.
+    Requests run in the current loop. None goes to a server with weights older than `floor`. `begins_again`: as that of
+    all its requests.
     """
 
-    def __init__(self, client: InferenceClient, floor: int) -> None:
+    def __init__(self, client: InferenceClient, floor: int, begins_again: bool = False) -> None:
         self._client = client
-        self._floor = floor
+        self._leased: dict[str, Any] = {"floor": floor, "begins_again": begins_again}
         self._loop = asyncio.get_running_loop()
 
     def __getattr__(self, name: str) -> Any:
@@ -162,11 +163,11 @@ class LeasedClient:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """As `InferenceClient.generate`."""
-        return await self.here(self._client.generate([replace(request, floor=self._floor) for request in requests]))
+        return await self.here(self._client.generate([replace(request, **self._leased) for request in requests]))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `InferenceClient.stream`."""
-        pieces = self._client.stream(replace(request, floor=self._floor))
+        pieces = self._client.stream(replace(request, **self._leased))
         try:
             while (piece := await self.here(anext(pieces, None))) is not None:
                 yield piece

@@ -17,7 +17,7 @@ from typing import Final, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_tasks.engines.client import InferenceClient
+from areal_tasks.engines.client import InferenceClient, Lost
 from areal_tasks.engines.server import BadRequest, ServerDown
 from areal_tasks.rewards.pool import VerifyResult
 from areal_tasks.rewards.protocol import Row
@@ -29,7 +29,7 @@ from areal_tasks.rollout.worker.apart import LeasedClient, in_time
 from areal_tasks.store.backend import StoreError
 from areal_tasks.store.shards import write_table
 from areal_tasks.store.spool import StartClosed
-from areal_tasks.workflows import Prompt, Sample, Workflow, WorkflowContext, check_values
+from areal_tasks.workflows import Prompt, Sample, SingleTurn, Workflow, WorkflowContext, check_values
 from schemas.errors import UserError
 from schemas.manifest import SpoolRecord
 from schemas.recipe.sections import Rollout
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 #: The cause of each kind of error of a group; any other error is the workflow's.
 CAUSES: Final[tuple[tuple[type[BaseException], orders.Cause], ...]] = (
     (BadRequest, "workflow"), (ServerDown, "servers"), (VerifiersFailed, "verifiers"), (UserError, "mistake"),
+    (Lost, "server"),
 )  # fmt: skip
 #: The order of the rows of every table.
 ORDER: Final = [("group_id", "ascending"), ("sample_index", "ascending")]
@@ -204,7 +205,8 @@ class Groups:
 
     async def _attempt(self, lease: orders.Lease) -> tuple[list[Sample], str]:
         """The group's samples, and why a filter rejects them, if one does."""
-        client = LeasedClient(self.context.client, lease.floor)
+        whole = isinstance(self.workflow, SingleTurn)  # all that a group has is lost with one request
+        client = LeasedClient(self.context.client, lease.floor, begins_again=whole)
         context = replace(self.context, client=cast(InferenceClient, client))
         if (judge := self.judge) is None:
             return await self._samples(lease, context), ""
@@ -234,7 +236,8 @@ class Groups:
         return checked(samples, lease)
 
     def _fail(self, lease: orders.Lease, error: BaseException) -> None:
-        log.warning("group %d has failed", lease.index, exc_info=error)
+        if not isinstance(error, Lost):
+            log.warning("group %d has failed", lease.index, exc_info=error)
         cause = next((cause for kind, cause in CAUSES if isinstance(error, kind)), "workflow")
         reason = f"{type(error).__name__}: {error}" if cause == "workflow" else str(error)
         self.report(orders.Failed(number=lease.number, index=lease.index, reason=reason, cause=cause))
