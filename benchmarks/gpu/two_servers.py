@@ -5,8 +5,7 @@
 
 Runs of benchmarks/gpu/iteration.yaml by `arealflow run`:
 
-1. `balance`: η = 0 with one server, to which `arealflow set` adds another: seconds of a rollout, and how its samples
-   are split between the two;
+1. `one` and `two`: η = 0 with so many servers: seconds of a rollout, and how its samples are split;
 2. `worker`: η = 2, the rollout worker is killed (SIGKILL) `--workers` times: seconds until the next commit;
 3. `server`: in the same run one server is, and then the other, `--kills` times, each once the one before is back.
 
@@ -15,7 +14,7 @@ shorter (`--kills-new`): with 400 tokens one server needs five seconds for an it
 
 Everything is measured from outside: by the runs' commits and tables, and by what their services register. After
 `--seconds` it ends with what it has. On a host where SGLang takes half a minute to start, ten kills need a call of
-their own: `--parts balance,worker`, then `--parts server`.
+their own: `--parts one,two,worker`, then `--parts server`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import count, pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +49,7 @@ LOOK_SECONDS: Final = 0.02
 ETA: Final = 2
 WARM: Final = 2  # iterations of each number of servers that are left out
 ENDLESS: Final = 100_000  # iterations: the measurement ends the run
-PARTS: Final = ("balance", "worker", "server")
+PARTS: Final = ("one", "two", "worker", "server")
 ROLLOUTS: Final = """
     SELECT s.iteration, s.seconds, r.servers FROM stages s JOIN (SELECT iteration, list(n ORDER BY n) AS servers FROM
       (SELECT iteration, server, count(*) AS n FROM rollout GROUP BY 1, 2) GROUP BY 1) r USING (iteration)
@@ -67,14 +65,16 @@ class Product:
     """A run of the product in a process of its own."""
 
     name: str
-    folder: Path  # with the store, the logs of services, and of the flow
+    folder: Path  # with the store, and the logs of services
+    log: Path  # of the flow
     words: Sequence[str]
     deadline: float
     known: int = 0  # iterations that are committed
-    killed: Counter[str] = field(default_factory=Counter)  # kills by the name of the service
+    killed: set[int] = field(default_factory=set)  # processes that were killed, the first one of each service
 
     def __post_init__(self) -> None:
-        self.log, self.store = self.folder / f"{self.name}.log", open_store((self.folder / "store").as_uri())
+        self.store = open_store((self.folder / "store").as_uri())
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             command = self._command(["run", RECIPE, f"run={self.name}", *self.words])
             self.process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log)
@@ -86,12 +86,6 @@ class Product:
         if error is not None:
             print(*self.log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
         end_tree(self.process)
-
-    def set(self, **changes: object) -> None:
-        """Have the run go on with these values of live fields, from the iteration after the next on."""
-        words = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
-        command = ["set", self.name, *words, "--store", self.store.url]
-        subprocess.run(self._command(command), env=self._environment(), check=True)
 
     def _command(self, words: Sequence[str]) -> list[str]:
         return [sys.executable, "-c", "from flows.cli.main import main; main()", *words]
@@ -117,21 +111,29 @@ class Product:
         wanted = self.commits() + iterations
         return self.until(lambda: self.commits() >= wanted)
 
-    def starts(self, name: str) -> list[ServiceRecord]:
-        """What the starts of a service have registered, in order."""
+    def newest(self, name: str) -> ServiceRecord | None:
+        """What the last start of a service has registered."""
         owner = max(int(file.stem) for file in (self.folder / "store" / self.name / "owners").glob("*.json"))
-        found = (service(self.name, owner, name, restart) for restart in count())
-        return [read_record(self.store, path, ServiceRecord) for path in takewhile(self.store.exists, found)]
+        files = Path(service(self.name, owner, name, 0)).parent.joinpath(f"{name}-*.json")
+        found = (read_record(self.store, path, ServiceRecord) for path in self._paths(str(files)))
+        return max(found, key=lambda record: record.restart, default=None)
+
+    def _paths(self, pattern: str) -> list[str]:
+        root = self.folder / "store"
+        return [str(path.relative_to(root)) for path in root.glob(pattern)]
 
     def is_back(self, name: str) -> bool:
-        """Whether the start after the last kill of the service has registered; each kill makes one start."""
-        return len(self.starts(name)) > self.killed[name]
+        """Whether a start of the service that was not killed has registered."""
+        newest = self.newest(name)
+        return newest is not None and newest.pid not in self.killed
 
     def kill(self, name: str) -> float:
         """Kill the processes of a service; the monotonic clock then."""
-        leader = psutil.Process(self.starts(name)[-1].pid)
+        newest = self.newest(name)
+        assert newest is not None, "it runs"
+        self.killed.add(newest.pid)
+        leader = psutil.Process(newest.pid)
         family = [leader, *leader.children(recursive=True)]
-        self.killed[name] += 1
         began = time.monotonic()
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -147,21 +149,17 @@ class Bench:
     arguments: argparse.Namespace
     found: dict[str, Any] = field(default_factory=dict)
 
-    def balance(self) -> None:
-        """Seconds and split of rollouts by one server, and by two."""
-        product, most = self.product, self.arguments.iterations
-        product.until(lambda: product.commits() >= WARM + most)
-        product.set(inference__servers=2)
-        self._note("one", [row for row in self._rollouts(WARM) if len(row["servers"]) == 1])
-        product.until(lambda: product.is_back("inference-1"))
-        first = product.commits() + 2
-        product.until(lambda: product.commits() >= first + WARM + most)
-        self._note("two", self._rollouts(first + WARM))
+    def one(self) -> None:
+        self._speed("one")
 
-    def _rollouts(self, first: int) -> list[dict[str, Any]]:
-        return rows(self.product.store, self.product.name, ROLLOUTS.format(first=first))
+    def two(self) -> None:
+        self._speed("two")
 
-    def _note(self, servers: str, rollouts: list[dict[str, Any]]) -> None:
+    def _speed(self, servers: str) -> None:
+        """Seconds of rollouts, and how their samples are split."""
+        product = self.product
+        product.until(lambda: product.commits() >= WARM + self.arguments.iterations)
+        rollouts = rows(product.store, product.name, ROLLOUTS.format(first=WARM))
         seconds = [round(row["seconds"], 3) for row in rollouts]
         shares = [[round(n / sum(row["servers"]), 3) for n in row["servers"]] for row in rollouts]
         self.found |= {f"rollout_seconds_{servers}": seconds, f"split_{servers}": shares}
@@ -169,7 +167,7 @@ class Bench:
     def undisturbed(self) -> None:
         """Note how long an iteration takes."""
         product = self.product
-        product.until(lambda: product.commits() and product.is_back("inference-1"))
+        product.until(lambda: product.commits() > 0 and product.is_back("inference-1"))
         product.after(2 + ETA)
         began = time.monotonic()
         self.found["iteration_seconds"] = round((product.after(5) - began) / 5, 3)
@@ -185,7 +183,7 @@ class Bench:
             began = self._kill(name, "server_killed", number)
             back = self.product.until(lambda name=name: self.product.is_back(name))  # type: ignore[misc]
             self.found.setdefault("server_back", []).append(round(back - began, 3))
-            self.product.after(4)
+            self.product.after(2)
 
     def _kill(self, name: str, what: str, number: int) -> float:
         """Kill a service, at another moment of an iteration each time; note the seconds until the next commits."""
@@ -213,10 +211,10 @@ def words(arguments: argparse.Namespace) -> list[str]:
         "schedule.artifact_every=1000",
         "trainer.recover_within_seconds=86400",
         "trainer.compile=false",
+        "trainer.micro_batch_tokens=32768",
         "launcher.type=local",
     ]
     on_gpus = [
-        "inference.gpus=[0,1]",
         "trainer.gpus=[0]",
         f"inference.flags.cuda-graph-max-bs-decode={most(arguments)}",
     ]
@@ -254,22 +252,30 @@ def table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def runs(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str], list[str]]]:
+    """The name of each run, its further overrides, and the parts that are measured in it."""
+    asked = arguments.parts.split(",")
+    gpus = {1: "inference.gpus=[0]", 2: "inference.gpus=[0,1]"}
+    ahead = [f"rollout.max_head_offpolicyness={ETA}", f"rollout.max_new_tokens={arguments.kills_new}"]
+    for name, servers, more, parts in (
+        ("one", 1, [], ["one"]), ("two", 2, [], ["two"]), ("kills", 2, ahead, ["undisturbed", "worker", "server"]),
+    ):  # fmt: skip
+        if wanted := [part for part in parts if part in asked]:
+            own = [f"inference.servers={servers}", *([] if arguments.cpu else [gpus[servers]]), *more]
+            yield name, own, ["undisturbed", *wanted] if name == "kills" else wanted
+
+
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the parts that are asked for, as far as the time is enough."""
     started, found = time.monotonic(), dict[str, Any]()
-    asynchronous = ["inference.servers=2", f"rollout.max_head_offpolicyness={ETA}"]
-    asynchronous.append(f"rollout.max_new_tokens={arguments.kills_new}")
-    asked = arguments.parts.split(",")
-    for name, more, parts in (("balance", [], PARTS[:1]), ("kills", asynchronous, PARTS[1:])):
-        if not (wanted := [part for part in parts if part in asked]):
-            continue
+    for name, more, parts in runs(arguments):
         own = f"two-servers-{name}-{datetime.now(UTC):%m%d-%H%M%S}"
+        log, until = arguments.results.parent / f"{own}.log", started + arguments.seconds
         overrides = [*words(arguments), *more]
         try:
-            with Product(own, arguments.folder.resolve(), overrides, started + arguments.seconds) as product:
-                bench = Bench(product, arguments, found)
-                for part in ["undisturbed", *wanted] if more else wanted:
-                    getattr(bench, part)()
+            with Product(own, arguments.folder.resolve(), log, overrides, until) as product:
+                for part in parts:
+                    getattr(Bench(product, arguments, found), part)()
         except Over as over:
             print(f"cut off: {over}", file=sys.stderr)
     return found | {"seconds_in_all": round(time.monotonic() - started, 1)}
@@ -287,7 +293,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=6, help="that are measured for each number of servers")
     parser.add_argument("--kills", type=int, default=10, help="of servers")
     parser.add_argument("--workers", type=int, default=5, help="kills of the rollout worker")
-    parser.add_argument("--seconds", type=float, default=570, help="time limit")
+    parser.add_argument("--seconds", type=float, default=550, help="time limit")
     parser.add_argument("--cpu", action="store_true", help="embedded servers; choose small sizes")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-bench"), help="models, prompts, store, logs")
     parser.set_defaults(prompt_tokens=64, raw_rounds="")

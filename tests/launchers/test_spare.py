@@ -18,7 +18,6 @@ from areal_tasks.launchers.local import LocalLauncher
 from areal_tasks.launchers.protocol import Job
 from areal_tasks.store.backend import open_store
 
-
 RECIPE: Final = {"launcher": {"store_seconds": 600.0}}
 
 
