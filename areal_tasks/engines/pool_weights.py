@@ -184,12 +184,12 @@ class UpdatedPool(ServerPool):
                 server.loads = False
             self._dispatch()
 
-    async def _wait_for_others(self, _: None) -> None:
-        """Wait as long as the first server has taken to be given the target; after that, no request waits for one."""
-        await asyncio.sleep(max(SLOWER_SECONDS, self.clock() - self._target_since))
-        for server in self.servers:
-            server.loads = False
-        self._dispatch()
+    def _stop_waiting(self, target: Target) -> None:
+        """No request waits for a server any more that still loads this target."""
+        if target == self.target:
+            for server in self.servers:
+                server.loads = False
+            self._dispatch()
 
     async def adopt(self, version: int, key: str, urls: Container[str]) -> list[str]:
         """Make `version`, sent by the trainer to `urls`, the target. Returns those that confirm it; evicts others."""
@@ -239,8 +239,8 @@ class UpdatedPool(ServerPool):
         if given != self.target:
             raise ServerDown(f"{server.url} has loaded {given}, but the target is now {self.target}")
         server.current, server.loads = True, False
-        if any(one.coming for one in self.servers):
-            self._background("others", None, self._wait_for_others)
+        seconds = max(SLOWER_SECONDS, self.clock() - self._target_since)
+        asyncio.get_running_loop().call_later(seconds, self._stop_waiting, given)
         self._dispatch()
         return server.url
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -108,8 +109,11 @@ class Product:
 
     def after(self, iterations: int) -> float:
         """Wait for so many further commits; the monotonic clock then."""
-        wanted = self.commits() + iterations
-        return self.until(lambda: self.commits() >= wanted)
+        return self.until(partial(self.has, self.commits() + iterations))
+
+    def has(self, iterations: int) -> bool:
+        """Whether so many are committed."""
+        return self.commits() >= iterations
 
     def newest(self, name: str) -> ServiceRecord | None:
         """What the last start of a service has registered."""
@@ -158,7 +162,7 @@ class Bench:
     def _speed(self, servers: str) -> None:
         """Seconds of rollouts, and how their samples are split."""
         product = self.product
-        product.until(lambda: product.commits() >= WARM + self.arguments.iterations)
+        product.until(partial(product.has, WARM + self.arguments.iterations))
         rollouts = rows(product.store, product.name, ROLLOUTS.format(first=WARM))
         seconds = [round(row["seconds"], 3) for row in rollouts]
         shares = [[round(n / sum(row["servers"]), 3) for n in row["servers"]] for row in rollouts]
@@ -167,7 +171,7 @@ class Bench:
     def undisturbed(self) -> None:
         """Note how long an iteration takes."""
         product = self.product
-        product.until(lambda: product.commits() > 0 and product.is_back("inference-1"))
+        product.until(lambda: product.has(1) and product.is_back("inference-1"))
         product.after(2 + ETA)
         began = time.monotonic()
         self.found["iteration_seconds"] = round((product.after(5) - began) / 5, 3)
@@ -181,7 +185,7 @@ class Bench:
         for number in range(self.arguments.kills):
             name = f"inference-{number % 2}"
             began = self._kill(name, "server_killed", number)
-            back = self.product.until(lambda name=name: self.product.is_back(name))  # type: ignore[misc]
+            back = self.product.until(partial(self.product.is_back, name))
             self.found.setdefault("server_back", []).append(round(back - began, 3))
             self.product.after(2)
 
@@ -190,7 +194,7 @@ class Bench:
         self.product.after(1)
         time.sleep(self.found["iteration_seconds"] * (number * 0.381966 % 1))  # the golden section: spread evenly
         began, before = self.product.kill(name), self.product.commits()
-        times = [self.product.until(lambda n=n: self.product.commits() >= before + n) - began for n in (1, 2, 3)]  # type: ignore[misc]
+        times = [self.product.until(partial(self.product.has, before + n)) - began for n in (1, 2, 3)]
         self.found.setdefault(what, []).append([round(seconds, 3) for seconds in times])
         print(f"{name} killed: commits after {', '.join(f'{seconds:.2f}' for seconds in times)} s", flush=True)
         return began
