@@ -109,6 +109,36 @@ def test_requests_that_wait_for_their_floor_cost_no_search_each(monkeypatch: pyt
     run(test)
 
 
+class Late(Fake):
+    """Takes its time to load weights, and to generate."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(delay=0.2)
+        self.seconds = seconds
+
+    async def update(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.seconds)  # as a server takes its time
+        return await super().update(request)
+
+
+@pytest.mark.parametrize(("later", "shares"), [(0.3, [20, 20]), (30.0, [40, 0])])
+def test_the_server_that_is_ready_first_leaves_others_their_share_for_a_while(later: float, shares: list[int]) -> None:
+    """As with η = 0: a worker asks for a whole batch before any server has the weights."""
+
+    async def test() -> None:
+        fakes = [Late(0.2), Late(0.2 + later)]
+        async with serving(*fakes) as leader, follower(fakes) as client:
+            leader.followers.parts.append(Told(leader, client))
+            await leader.update_weights("zero", 0)
+            publication = asyncio.ensure_future(leader.update_weights("one", 1))
+            await until(lambda: not any(server.may_generate for server in client.servers))
+            check(requests(20), await client.generate(floored(20, 1)), version=1)
+            assert [fake.samples for fake in fakes] == shares
+            await publication
+
+    run(test)
+
+
 def test_weights_that_another_client_gives_end_the_wait() -> None:
     async def test() -> None:
         fakes = [Fake(), Fake()]
