@@ -39,7 +39,7 @@ def test_a_spare_becomes_the_worker_that_is_started_next(tmp_path: Path, monkeyp
         assert second.process is waiting
         url = wait_until(lambda: registered(store, job(1).spec), "the second start")
         process = psutil.Process(waiting.pid)
-        assert process.cwd() == str(second.scratch)
+        assert process.cwd() == second.scratch.name
         refused, answered = (
             httpx.post(f"{url}/busy", headers={"Authorization": f"Bearer token-{n}"}, timeout=LIMIT).status_code
             for n in (0, 1)
@@ -66,5 +66,5 @@ def test_a_spare_ends_with_the_process_that_has_started_it(tmp_path: Path, monke
     process.stdin.close()
     assert process.wait(LIMIT) == 0
     log = tmp_path / "log"
-    assert launcher.spares.take(WORKER, {}, tmp_path, log) is None, "one that has ended is not used"
+    assert launcher.spares.take(WORKER, {}, "token", str(tmp_path), log) is None, "one that has ended is not used"
     launcher.close()
