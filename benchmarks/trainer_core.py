@@ -29,9 +29,10 @@ from areal_tasks.data.batching import make_layout, make_sequences
 from areal_tasks.engines.trainer.checkpoint import Progress
 from areal_tasks.engines.trainer.forward import one_core, to_device
 from areal_tasks.engines.trainer.learner import Learner
+from areal_tasks.engines.trainer.loading import read_policy
 from areal_tasks.engines.trainer.local import LocalBackend
 from areal_tasks.engines.trainer.plan import make_plan
-from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
+from areal_tasks.engines.trainer.policy import Policy, prepare, working_copy
 from areal_tasks.engines.trainer.rows import Batch
 from areal_tasks.engines.trainer.settings import Settings
 from benchmarks.gpu.results import machine

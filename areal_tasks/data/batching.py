@@ -91,10 +91,9 @@ def make_layout(sequences: Sequences, rows: Int[Tensor, " n"], kind: LayoutKind)
     separated by their position ids, which start at 0 in each. The last token of a sample predicts none: it is omitted.
     Without rows, the pass has one cell of padding, and no token counts.
     """
-    kind = kind if len(rows) else "packed"
     lengths = (sequences.lengths[rows] - 1).clamp(min=0)
-    height = 1 if kind == "packed" else len(rows)
-    width = max(int(lengths.sum() if kind == "packed" else lengths.max()), 1)  # models take no empty input
+    height = 1 if kind == "packed" else max(len(rows), 1)
+    width = max(int(lengths.sum() if kind == "packed" or not len(rows) else lengths.max()), 1)  # no input is empty
     first = lengths.cumsum(0) - lengths if kind == "packed" else torch.arange(len(rows)) * width
     cells = spans(first, lengths)
     flat = spans(sequences.starts[rows], lengths)

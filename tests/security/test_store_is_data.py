@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_tasks.engines.trainer.checkpoint import Progress, Saving, held_parameters, load_parameters
-from areal_tasks.engines.trainer.policy import read_policy
+from areal_tasks.engines.trainer.loading import read_policy
 from schemas.errors import UserError
 
 ROOT = Path(__file__).parents[2]

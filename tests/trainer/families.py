@@ -48,19 +48,24 @@ RENAMED = frozenset({"qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3"
 
 def make_family(family: str, folder: Path, **changes: Any) -> Path:
     """Model and tokenizer of a family in `folder`; every tensor is random, so that none equals another."""
-    logging.disable_progress_bar()
     settings = {**COMMON, **DENSE.get(family, {}), **MIXED.get(family, {}), **changes}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape) / 8)
-    model.save_pretrained(folder)
+    save_random(AutoConfig.for_model(family, **settings), folder)
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, settings["vocab_size"])}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_random(config: Any, folder: Path) -> None:
+    """A model of the configuration in `folder`."""
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) / 8)
+    model.save_pretrained(folder)
 
 
 def stored(folder: Path) -> Tensors:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_tasks.data.batching import (
     LEFT_OUT,
+    LayoutKind,
     counted_tokens,
     make_layout,
     make_sequences,
@@ -181,11 +183,17 @@ def test_a_packed_row_says_where_samples_end_and_how_long_they_are() -> None:
     assert layout.bounds.tolist() == [0, 5, 14, 16]  # the sample of one token has no cell
     assert layout.longest == 16
     assert make_layout(sequences, torch.arange(4), "padded").bounds is None
-    for kind in ("packed", "padded"):
-        nothing = make_layout(sequences, torch.zeros(0, dtype=torch.int64), kind)  # type: ignore[arg-type]
-        assert nothing.input_ids.shape == (1, 1)
-        assert nothing.bounds is not None and nothing.bounds.tolist() == [0, 1]
-        assert len(nothing.targets) == 0
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_a_pass_without_samples_is_like_others_of_its_kind(kind: LayoutKind) -> None:
+    """Some models compute padded passes only: one that evens out the ranks' numbers of them must not be packed."""
+    sequences = make_sequences(torch.arange(20), torch.ones(20, dtype=torch.bool), torch.tensor([6, 1, 10, 3]))
+    some, nothing = (make_layout(sequences, torch.arange(rows), kind) for rows in (4, 0))
+    assert nothing.input_ids.shape == (1, 1) and len(nothing.targets) == 0
+    for name in ("bounds", "position_ids"):
+        assert (getattr(nothing, name) is None) == (getattr(some, name) is None)
+    assert nothing.bounds is None or nothing.bounds.tolist() == [0, 1]
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))

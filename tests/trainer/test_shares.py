@@ -16,10 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from areal_tasks.engines.empty import empty_model, replace_parameters
 from areal_tasks.engines.names import Names
+from areal_tasks.engines.shallow import read_config
 from areal_tasks.engines.trainer import shares
-from areal_tasks.engines.trainer.policy import Policy, empty_policy, read_policy
-from areal_tasks.engines.trainer.shares import Share, empty_model, fill, first_row, replace_parameters
+from areal_tasks.engines.trainer.attention import NAME
+from areal_tasks.engines.trainer.loading import empty_policy, read_policy
+from areal_tasks.engines.trainer.policy import Policy
+from areal_tasks.engines.trainer.shares import Share, fill, first_row
 from schemas.errors import UserError
 from schemas.recipe.training import Trainer
 from tests.trainer.families import DENSE, MIXED, assert_same, make_family
@@ -40,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
-    return read_policy(folder, Trainer(), CPU, dtype)
+    return read_policy(folder, Trainer(layout="padded"), CPU, dtype)  # packed passes of gpt_oss are refused
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,7 +62,7 @@ def test_parameters_and_buffers_are_those_that_transformers_loads(
 
 def test_a_model_is_built_without_memory_for_its_parameters(made: Callable[[str], Path]) -> None:
     before = torch.get_rng_state()
-    model = empty_model(made("deepseek_v3"))
+    model = empty_model(read_config(made("deepseek_v3")), NAME)
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
     assert torch.equal(torch.get_rng_state(), before)
@@ -76,7 +80,7 @@ def test_others_build_real_modules_meanwhile_and_afterwards(
         return nn.Linear(2, 2)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", build)
-    assert empty_model(made("llama")).weight.is_meta
+    assert empty_model(read_config(made("llama")), NAME).weight.is_meta
     assert not elsewhere[0].weight.is_meta and not nn.Linear(2, 2).weight.is_meta
 
 

@@ -40,9 +40,7 @@ def training_attention(
 ) -> tuple[Float[Tensor, "n length heads value_dim"], None]:
     """Transformers' interface; with `cu_seq_lens_q`, of one row of packed samples. UserError if not supported."""
     if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
-        raise UserError(
-            f"the trainer does not support this model's kind of attention ({type(module).__name__}): use another model"
-        )
+        raise UserError(f"the trainer's attention does not support this model's kind of it ({type(module).__name__})")
     if cu_seq_lens_q is None:
         mixed = causal(query, key, value, scaling, sliding_window)
     elif query.is_cuda and query.dtype in _HALF:

@@ -28,14 +28,16 @@ import deepspeed
 from deepspeed import utils
 
 from areal_tasks.data.batching import Layout
+from areal_tasks.engines.empty import replace_parameters, with_memory
 from areal_tasks.engines.trainer.checkpoint import Fetch, Parameter, Progress, Saving, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.head import TokenLoss
+from areal_tasks.engines.trainer.loading import empty_policy, fill_policy, read_policy
 from areal_tasks.engines.trainer.local import LocalBackend, Which
 from areal_tasks.engines.trainer.optimizer import parameter_groups, prepare_state, whole
-from areal_tasks.engines.trainer.policy import Policy, empty_policy, fill_policy, prepare, read_policy
+from areal_tasks.engines.trainer.policy import Policy, prepare
 from areal_tasks.engines.trainer.ranks import ranks_here
-from areal_tasks.engines.trainer.shares import Share, replace_parameters, share_of, with_memory
+from areal_tasks.engines.trainer.shares import Share, share_of
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 

@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from areal_tasks.data.batching import Layout
+from areal_tasks.engines.empty import replace_parameters, with_memory
 from areal_tasks.engines.trainer.head import Scores, TokenLoss
+from areal_tasks.engines.trainer.loading import empty_policy, fill_policy
 from areal_tasks.engines.trainer.local import LocalBackend, Which
 from areal_tasks.engines.trainer.optimizer import make_optimizer, whole
-from areal_tasks.engines.trainer.policy import Policy, decoder_layers, empty_policy, fill_policy, prepare
+from areal_tasks.engines.trainer.policy import Policy, decoder_layers, prepare
 from areal_tasks.engines.trainer.ranks import ranks_here
-from areal_tasks.engines.trainer.shares import replace_parameters, with_memory
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer
 

@@ -20,8 +20,9 @@ from areal_tasks.data.batching import Layout
 from areal_tasks.engines.trainer.checkpoint import Fetch, Progress, Saving, held_parameters, load_parameters
 from areal_tasks.engines.trainer.forward import move, to_device
 from areal_tasks.engines.trainer.head import Scores, TokenLoss
+from areal_tasks.engines.trainer.loading import read_policy
 from areal_tasks.engines.trainer.optimizer import clip_gradients, make_optimizer, step_at, use_options
-from areal_tasks.engines.trainer.policy import Policy, prepare, read_policy, working_copy
+from areal_tasks.engines.trainer.policy import Policy, prepare, working_copy
 from areal_tasks.engines.trainer.ranks import ranks_here
 from schemas.recipe.sections import Model
 from schemas.recipe.training import Trainer

@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,10 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from areal_tasks.data.batching import Layout
-from areal_tasks.engines.names import Names, stored_names
+from areal_tasks.engines.names import Names
 from areal_tasks.engines.trainer.forward import token_scores
 from areal_tasks.engines.trainer.head import HeadTask, Scores, TokenHead, TokenLoss
-from areal_tasks.engines.trainer.shares import Share, empty_model, fill, replace_parameters, share_of, with_memory
 from schemas.recipe.training import Trainer
 
 #: The loss to minimise, a scalar with gradient, and the rows of its `TokenLoss`, without gradient.
@@ -100,30 +98,6 @@ def has_plain_head(model: Any) -> bool:
     return isinstance(head, nn.Linear) and head.bias is None and model.config.model_type in PLAIN_HEADS
 
 
-def empty_policy(folder: Path, settings: Trainer) -> Policy:
-    """The causal language model in `folder` without its weights, dropout off: fp32 parameters on `meta`."""
-    model = empty_model(folder)
-    return Policy(model, settings.head_chunk_tokens, settings.compile, Names(model, stored_names(folder)))
-
-
-def read_policy(folder: Path, settings: Trainer, device: torch.device, dtype: torch.dtype = torch.float32) -> Policy:
-    """The causal language model in `folder`, whole, with parameters in `dtype` on `device`, not prepared yet."""
-    policy = empty_policy(folder, settings)
-    replace_parameters(policy, lambda parameter: with_memory(parameter, device, dtype))
-    fill_policy(policy, folder, device)
-    return policy
-
-
-def fill_policy(
-    policy: Policy, folder: Path, device: torch.device, share: Callable[[Tensor], Share] = share_of
-) -> None:
-    """Read this rank's share of each parameter, already allocated, from `folder`; put the buffers on `device`."""
-    for buffer in policy.buffers():
-        buffer.data = buffer.data.to(device)
-    held = [*policy.model.named_parameters(), *policy.saved_buffers()]
-    fill(folder, policy.names, {policy.names.tied[name]: share(tensor) for name, tensor in held})
-
-
 def prepare(policy: Policy, settings: Trainer) -> Policy:
     """Set up compilation of layers and final norm at their first call, and recomputation of activations, if set."""
     if not policy.fused:
@@ -175,8 +149,11 @@ def decoder_layers(policy: Policy) -> list[nn.Module]:
 
 
 def _inputs(layout: Layout) -> dict[str, Any]:
-    packed = {} if layout.bounds is None else {"cu_seq_lens_q": layout.bounds, "max_length_q": layout.longest}
-    return {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "use_cache": False, **packed}
+    given = {"input_ids": layout.input_ids, "position_ids": layout.position_ids, "use_cache": False}
+    if layout.bounds is None or layout.position_ids is None:
+        return given
+    samples = (layout.position_ids == 0).cumsum(1, dtype=torch.int32) - 1  # kernels of convolutions and states use it
+    return {**given, "cu_seq_lens_q": layout.bounds, "max_length_q": layout.longest, "seq_idx": samples}
 
 
 def _picked(hidden: Float[Tensor, "R L H"], layout: Layout) -> Float[Tensor, "T H"]:

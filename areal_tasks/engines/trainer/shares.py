@@ -1,4 +1,4 @@
-"""Models without memory, and this rank's share of each of a model's tensors, filled from a checkpoint's safetensors.
+"""This rank's share of each of a model's tensors, filled from a checkpoint's safetensors.
 
 If the model holds a tensor as it is stored, only the share is read, some megabytes at a time. Tensors that transformers
 makes from several stored ones, such as a layer's experts, are made whole in host memory, one group at a time.
@@ -6,9 +6,8 @@ makes from several stored ones, such as a layer's experts, are made whole in hos
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,13 +16,10 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_tasks.engines.models import BUILDING
 from areal_tasks.engines.names import Group, Names
-from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.engines.trainer.optimizer import local_share, split_over
 from schemas.errors import UserError, listed
 
@@ -147,56 +143,3 @@ class _Stored:
         count = prod(self.shape(one))
         pairs = zip(self.pieces(one, 0, count), self.pieces(other, 0, count), strict=True)
         return self.shape(one) == self.shape(other) and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-
-
-# ── models without memory ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-_REGISTER: Final = nn.Module.register_parameter
-
-
-def empty_model(folder: Path) -> Any:
-    """The causal language model of a Hugging Face folder, without its weights: fp32 parameters on `meta`.
-
-    Buffers are allocated: those that are not saved, such as rotary frequencies, have the values of the model's class.
-    UserError: its weights are quantised.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"the weights in {folder} are quantised and cannot be trained; name those they were made of")
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32)
-    return model.eval()
-
-
-def replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by what `make` returns for it. Tied parameters stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
-                made[parameter] = make(parameter)
-            setattr(module, name, made[parameter])
-
-
-def with_memory(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter like `parameter`, whole or sharded, with uninitialised memory on `device`."""
-    return nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype), parameter.requires_grad)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, modules that this thread builds have `meta` parameters; torch's context would drop buffers' values."""
-    thread = threading.get_ident()
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        _REGISTER(module, name, parameter)
-
-    with BUILDING:
-        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = _REGISTER  # type: ignore[method-assign]

@@ -19,8 +19,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from areal_tasks.engines.empty import empty_model
 from areal_tasks.engines.names import Names
-from areal_tasks.engines.trainer.shares import empty_model
+from areal_tasks.engines.shallow import read_config
+from areal_tasks.engines.trainer.attention import NAME
 from areal_tasks.store.backend import Content, Store
 from areal_tasks.store.parallel import parallel
 from schemas.manifest import FileRef
@@ -116,7 +118,7 @@ def largest_difference(tensors: Named, folder: Path) -> float:
     """
     stored: Named = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
     if tensors.keys() != stored.keys():
-        model = empty_model(folder)
+        model = empty_model(read_config(folder), NAME)
         tensors, stored = (Names(model, one).to_model(one) for one in (tensors, stored))
     if tensors.keys() != stored.keys() or any(tensors[name].shape != stored[name].shape for name in stored):
         return math.inf
