@@ -149,6 +149,27 @@ def _check_known(
             )
 
 
+def check_in_vocabulary(
+    prompts: pa.Table, data: Data, tokenizer: PreTrainedTokenizerBase, vocabulary: int, answers: bool
+) -> None:
+    """UserError names the first row of the table PROMPTS, and its token, that a model with this vocabulary lacks.
+
+    With `answers`, those are checked too, as in supervised fine-tuning.
+    """
+    if max(tokenizer.get_vocab().values()) < vocabulary:
+        return
+    texts = prompts["input_ids"].to_pylist()
+    if answers:
+        texts = [example.input_ids for example in sft_examples(prompts, data, tokenizer)]
+    for row, ids in zip(prompts["prompt_id"].to_pylist(), texts, strict=True):
+        if lacking := [token for token in ids if token >= vocabulary]:
+            raise UserError(
+                f"row {row} (from 0) has the token {tokenizer.convert_ids_to_tokens(lacking[0])!r} of id {lacking[0]}, "
+                f"but the model's vocabulary ends at {vocabulary - 1}: the tokenizer has {len(tokenizer)} tokens. Use "
+                "the model's own tokenizer, enlarge its embeddings (resize_token_embeddings), or change the row"
+            )
+
+
 def _place(row: Row) -> str:
     return f"the prompt of row {row.prompt_id} (from 0)"
 

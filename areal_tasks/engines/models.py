@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import find_reference, write_reference
@@ -32,6 +32,7 @@ WANTED: Final = (
 #: services build theirs in threads of one process.
 BUILDING: Final = threading.Lock()
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+_LONG_ROPES: Final = ("longrope", "su")  # its older name
 _NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -53,6 +54,7 @@ def initial_weights(
         raise ValueError("model.warm_start should have been replaced by the model.path of the run that it names")
     folder = model_folder(model.path)
     check_context(folder, model.max_length)
+    check_finite(folder)
     return upload(store, into, link_wanted(folder, scratch / "model"))
 
 
@@ -163,10 +165,61 @@ def _wanted(folder: Path) -> set[Path]:
 
 
 def check_context(folder: Path, max_length: int) -> None:
-    """UserError if `max_length` tokens exceed the context length of the model in `folder`."""
-    context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+    """UserError if `max_length` tokens exceed the context length of the model in `folder`, or what one LongRoPE covers.
+
+    With LongRoPE (arXiv:2402.13753) transformers and SGLang take the frequencies for long texts for all samples of a
+    pass if one of them is long: logprobs of the short ones would depend on it.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    context = config.get("max_position_embeddings")
     if isinstance(context, int) and max_length > context:
         raise UserError(f"model.max_length: {max_length} exceeds the model's context of {context} tokens; lower it")
+    if (short := min(_long_ropes(config), default=max_length)) < max_length:
+        raise UserError(
+            f"model.max_length: the model's LongRoPE has other frequencies beyond {short} tokens, which short samples "
+            f"would get too, beside long ones; lower {max_length} to {short}, or use a model without LongRoPE"
+        )
+
+
+def _long_ropes(config: dict[str, Any], outer: int | None = None) -> Iterator[int]:
+    """The numbers of tokens beyond which a configuration, or one in it, has the other frequencies of LongRoPE."""
+    own = config.get("original_max_position_embeddings") or outer or config.get("max_position_embeddings")
+    if isinstance(own, int) and config.get("rope_type", config.get("type")) in _LONG_ROPES:
+        yield own
+    for part in config.values():
+        if isinstance(part, dict):
+            yield from _long_ropes(part, own)
+
+
+def vocabulary_of(folder: Path) -> int:
+    """How many tokens the model in `folder` knows: ids from 0 up to this number, which the tokenizer may exceed."""
+    from transformers import AutoConfig  # takes a second
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def check_finite(folder: Path) -> None:
+    """UserError names a tensor of the weights in `folder` with a value that is not finite."""
+    from safetensors import safe_open  # checks of a recipe do not need it, nor torch
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if not _is_finite(tensors.get_tensor(name)):
+                    raise UserError(
+                        f"model.path: the weights have values that are not finite, first in tensor {name} of "
+                        f"{file.name}; get the files again, or name another model"
+                    )
+
+
+def _is_finite(values: Any) -> bool:
+    """Whether all values of a tensor are finite, if it is of a type that is trained. Reads it once, copies nothing."""
+    import torch
+
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64) or not values.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(values.aminmax())).all())  # both are NaN if a value is
 
 
 def describing_files(store: Store, weights: WeightsRef, folder: Path) -> Path:

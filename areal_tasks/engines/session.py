@@ -243,19 +243,19 @@ class Engines:
         return self.watchdog.waiting("verdicts", poll, limit="reward.wall_seconds for each")
 
     @cached_property
-    def _model_folder(self) -> Path:
+    def model_folder(self) -> Path:
         """A local folder with the files of the initial model, except its weights."""
         return describing_files(self.run.store, self._initial(), Path(self._scratch.name) / "model")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the initial weights."""
-        return load_tokenizer(self._model_folder)
+        return load_tokenizer(self.model_folder)
 
     @cached_property
     def ends(self) -> Ends:
         """The end tokens and the detokenizer, by the configuration and the tokenizer of the initial weights."""
-        folder = self._model_folder
+        folder = self.model_folder
         exists = (folder / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(folder) if exists else None
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

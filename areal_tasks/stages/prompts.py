@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from areal_tasks.data.datasets import load_rows, splits
-from areal_tasks.data.tokenising import render_prompts
+from areal_tasks.data.tokenising import check_in_vocabulary, render_prompts
+from areal_tasks.engines.models import check_context, vocabulary_of
 from areal_tasks.stages.stage import Context, Inputs, Kind, Output, Stage, columns
 from schemas.manifest import StageManifest
 from schemas.recipe.recipe import Recipe, RlhfRecipe, SftRecipe
@@ -46,12 +47,15 @@ def _lengths(recipe: Recipe) -> tuple[str, ...]:
 def run(context: Context, inputs: Inputs, prefix: str) -> Output:
     """Reads, renders and tokenises each split; metrics: rows kept and dropped."""
     recipe, tokenizer = context.recipe, context.engines.tokenizer
-    tables, metrics = {}, dict[str, float]()
+    folder, tables, metrics = context.engines.model_folder, {}, dict[str, float]()
+    check_context(folder, recipe.model.max_length)  # again, for weights of another run
+    vocabulary = vocabulary_of(folder)
     for table, split in splits(recipe).items():
         rows = load_rows(recipe.data, split)
         if table == "eval_prompts" and not isinstance(recipe, SftRecipe) and recipe.evaluation.limit:
             rows = rows[: recipe.evaluation.limit]
         tables[table] = render_prompts(rows, recipe.data, tokenizer, recipe.model.max_length, new_tokens(recipe, table))
+        check_in_vocabulary(tables[table], recipe.data, tokenizer, vocabulary, answers=isinstance(recipe, SftRecipe))
         kept, dropped = len(tables[table]), len(rows) - len(tables[table])
         metrics |= {f"{table}_rows": float(kept), f"{table}_dropped": float(dropped)}
         if dropped:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from areal_tasks.data.scratch import make_scratch
 from areal_tasks.engines.models import initial_weights, load_tokenizer, model_folder, run_weights
@@ -143,3 +147,44 @@ def test_runs_and_versions_that_are_not_there(store: Store, folder: Path) -> Non
         run_weights(store, "run://short@7")
     with pytest.raises(UserError, match="version 0 of run 'short' is what that run began with"):
         run_weights(store, "run://short@0")
+
+
+def begin(store: Store, folder: Path, scratch: Path, max_length: int = 16) -> None:
+    model = Model(path=str(folder), max_length=max_length)
+    initial_weights(store, model, 1, "r/weights/version=000000/attempt=a", scratch)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_not_finite_is_named_before_anything_is_copied(
+    store: Store, folder: Path, tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    name = sorted(tensors)[2]
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"not finite, first in tensor {re.escape(name)} of model\.safetensors"):
+        begin(store, folder, tmp_path / "x")
+    assert not store.exists("r/weights/version=000000/attempt=a/config.json")
+
+
+LONG_ROPE = {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {**LONG_ROPE, "rope_type": "longrope", "original_max_position_embeddings": 12}},
+        {"rope_scaling": {**LONG_ROPE, "type": "su"}, "original_max_position_embeddings": 12},
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 12}}},
+        {"text_config": {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 12}},
+    ],
+)
+def test_samples_that_would_change_the_frequencies_of_others_are_refused(
+    store: Store, folder: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    begin(store, folder, tmp_path / "x", 12)
+    with pytest.raises(UserError, match=r"model\.max_length: .*LongRoPE has other frequencies beyond 12 tokens"):
+        begin(store, folder, tmp_path / "y", 13)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_tasks.data.datasets import Row, load_rows
 from areal_tasks.data.scratch import character_tokenizer
-from areal_tasks.data.tokenising import render_prompts, sft_examples
+from areal_tasks.data.tokenising import check_in_vocabulary, render_prompts, sft_examples
 from areal_tasks.stages.preflight import check_chat
 from schemas.errors import UserError
 from schemas.recipe.load import load_recipe
@@ -229,3 +229,17 @@ def test_a_chat_template_is_tried_before_the_start(chatty: PreTrainedTokenizerFa
     check_chat(load_recipe("quickstart", changes))
     with pytest.raises(UserError, match=r"\(no system\); clear data\.system"):
         check_chat(load_recipe("quickstart", [*changes, "data.system=be brief"]))
+
+
+@given(st.integers(0, 40), st.booleans())
+def test_tokens_that_the_model_lacks_are_named_with_their_row(vocabulary: int, answers: bool) -> None:
+    tokenizer = character_tokenizer("0123456789+=", 16)
+    table = render_prompts(ROWS, data(), tokenizer, 16, None)
+    ids = table["input_ids"].to_pylist()
+    texts = [example.input_ids for example in sft_examples(table, data(), tokenizer)]
+    lacking = [row for row, own in enumerate(texts if answers else ids) if max(own) >= vocabulary]
+    if not lacking:
+        check_in_vocabulary(table, data(), tokenizer, vocabulary, answers)
+        return
+    with pytest.raises(UserError, match=rf"row {lacking[0]} .* the model's vocabulary ends at {vocabulary - 1}:"):
+        check_in_vocabulary(table, data(), tokenizer, vocabulary, answers)

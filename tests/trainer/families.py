@@ -50,11 +50,16 @@ def make_family(family: str, folder: Path, **changes: Any) -> Path:
     """Model and tokenizer of a family in `folder`; every tensor is random, so that none equals another."""
     settings = {**COMMON, **DENSE.get(family, {}), **MIXED.get(family, {}), **changes}
     save_random(AutoConfig.for_model(family, **settings), folder)
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, settings["vocab_size"])}}
+    save_tokenizer(folder, settings["vocab_size"])
+    return folder
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """A tokenizer of so many tokens in `folder`."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, size)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def save_random(config: Any, folder: Path) -> None:
@@ -63,7 +68,7 @@ def save_random(config: Any, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for tensor in filter(torch.is_floating_point, model.state_dict().values()):
             tensor.copy_(torch.randn(tensor.shape) / 8)
     model.save_pretrained(folder)
 

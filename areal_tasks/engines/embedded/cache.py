@@ -113,7 +113,7 @@ def slot_attention(
 ) -> tuple[Float[Tensor, "n t heads dim"], None]:
     """softmax(q·kᵀ·scaling + mask)·v, the softmax in float32. Raises UserError for unsupported variants."""
     if any(options.get(name) is not None for name in _UNSUPPORTED):
-        raise UserError("the embedded server does not support this model's kind of attention; use the sglang engine")
+        raise UserError("its attention does not support this model's kind of it")
     n, heads, t, dim = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     grouped = (query * (dim**-0.5 if scaling is None else scaling)).reshape(n, kv_heads, heads // kv_heads * t, dim)

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from areal_tasks.engines.embedded.api import Generate, Pause, UpdateWeights, answer, open_request, parse, partial_answer
 from areal_tasks.engines.embedded.engine import Engine
+from areal_tasks.engines.embedded.proven import check_decode
 from areal_tasks.engines.embedded.runner import Runner, read_weights_folder
 from areal_tasks.engines.embedded.sequence import SamplingParams, Sequence, make_sequence
 from areal_tasks.engines.ends import Detokenizer, end_tokens
@@ -52,6 +53,7 @@ def make_app(spec: ServiceSpec, on_failure: Callable[[], None] = lambda: None) -
     with local_weights(store, read_weights(store, spec.weights).files) as folder:
         runner = Runner(folder, settings.slots, model.max_length, getattr(torch, model.dtype))
         tokenizer = load_tokenizer(folder)
+    check_decode(runner.model.config)
     engine = Engine(
         runner,
         settings.slots,

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal_tasks.engines.embedded.cache import ATTENTION, SlotCache
-from areal_tasks.engines.models import BUILDING
+from areal_tasks.engines.models import BUILDING, check_finite
 from areal_tasks.engines.names import Names, stored_names
 from schemas.errors import UserError
 
@@ -59,16 +59,16 @@ class Shapes:
         return next(size for size in sizes if size >= need)
 
 
-class Runner:
+class Passes:
     """A causal language model with a cache row for each slot, and one more that padding rows write to."""
 
-    def __init__(self, folder: Path, slots: int, max_length: int, dtype: torch.dtype) -> None:
-        self.model: Any = _load(folder, dtype)
-        self.max_length = _context(self.model.config, max_length)
+    def __init__(self, model: Any, slots: int, max_length: int) -> None:
+        self.model = model
+        self.max_length = _context(model.config, max_length)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.rows = round_up(slots, ROW_MULTIPLE)  # padding rows write to the row after these
         self.capacity = round_up(self.max_length, ROW_MULTIPLE)
-        self.cache = SlotCache(self.model.config, self.rows + 1, self.capacity, dtype)
+        self.cache = SlotCache(model.config, self.rows + 1, self.capacity, model.dtype)
         self.shapes = Shapes(
             ladder(ROW_MULTIPLE, self.rows),
             ladder(32, self.capacity),
@@ -77,8 +77,6 @@ class Runner:
         self._range = torch.arange(self.capacity)
         takes = inspect.signature(self.model.forward).parameters  # newer versions warn of the older name in each pass
         self._given = {"cache" if "cache" in takes else "past_key_values": self.cache}
-        held = Names(self.model, stored_names(folder)).check(folder).tied.values()  # names a tied weight once
-        self._held = {name: tensor for name, tensor in self.model.state_dict().items() if name in set(held)}
 
     def decode(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], length: int) -> Float[Tensor, "n vocab"]:
         """Logits after one more token in each of the first n rows; `length` bounds the positions that are read."""
@@ -118,6 +116,17 @@ class Runner:
         )
         logits: Tensor = output.logits
         return logits
+
+
+class Runner(Passes):
+    """The passes of a Hugging Face folder's model, whose weights can be replaced. UserError: it cannot be served."""
+
+    def __init__(self, folder: Path, slots: int, max_length: int, dtype: torch.dtype) -> None:
+        model = _load(folder, dtype)
+        check_finite(folder)
+        super().__init__(model, slots, max_length)
+        held = set(Names(model, stored_names(folder)).check(folder).tied.values())  # names a tied weight once
+        self._held = {name: tensor for name, tensor in model.state_dict().items() if name in held}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights in place. UserError, and no change, unless all tensors are there, finite and in shape."""

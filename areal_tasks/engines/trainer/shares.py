@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,7 +36,7 @@ class Share:
     start: int = 0
 
     @property
-    def flat(self) -> Float[Tensor, " n"]:
+    def flat(self) -> Shaped[Tensor, " n"]:
         return self.target.view(-1)
 
 
@@ -123,7 +123,7 @@ class _Stored:
         tensor: Tensor = self.files[name].get_tensor(name)
         return tensor
 
-    def pieces(self, name: str, start: int, count: int) -> Iterator[tuple[int, Float[Tensor, " n"]]]:
+    def pieces(self, name: str, start: int, count: int) -> Iterator[tuple[int, Shaped[Tensor, " n"]]]:
         """Elements `start` to `start + count` of a tensor in pieces, each with its offset from `start`."""
         shape = self.shape(name)
         if not shape:
