@@ -29,7 +29,7 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
     "gpt_neo": {"num_layers": _LAYERS, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"linear_attn_config": None},
+    "bailing_hybrid": _FEW, "hy_v4": {**_FEW, "n_routed_experts": 4}, "kimi_linear": _FEW, "qwen3_next": _FEW,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, **_FEW},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 2},

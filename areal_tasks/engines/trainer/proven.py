@@ -84,4 +84,5 @@ def wrong(config: Any, layout: LayoutKind, attention: str) -> str:
 def _logprobs(policy: Policy, texts: list[Int[Tensor, " _"]], layout: LayoutKind) -> Float[Tensor, " T"]:
     ids, lengths = torch.cat(texts), torch.tensor([len(text) for text in texts])
     sequences = make_sequences(ids, torch.ones(len(ids), dtype=torch.bool), lengths)
-    return policy(make_layout(sequences, torch.arange(len(texts)), layout), 1.0).logprobs
+    found: Tensor = policy(make_layout(sequences, torch.arange(len(texts)), layout), 1.0).logprobs
+    return found
