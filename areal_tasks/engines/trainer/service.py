@@ -18,6 +18,7 @@ import torch
 
 from areal_tasks.engines.service import ServiceSpec
 from areal_tasks.engines.trainer import commands
+from areal_tasks.engines.trainer.alone import check_alone
 from areal_tasks.engines.trainer.checkpoint import METADATA, Fetch, Progress, Saving
 from areal_tasks.engines.trainer.fencing import Fence, StaleCommand
 from areal_tasks.engines.trainer.forward import one_core
@@ -86,6 +87,7 @@ class Trainer:
         self.fetched = own / "weights"  # on the first rank of each machine, for all there
         self.description: dict[str, bytes] = {}  # on rank 0: of model and tokenizer, published with new weights
         self.initial = spec.weights
+        self.compared = False  # with transformers, since weights were loaded
         self.snapshot = Snapshot()
         self.writer = CheckpointWriter(self.store, self.group)
         self.sending = spec.sending
@@ -116,7 +118,7 @@ class Trainer:
         self.backend.load(weights, self.settings.seed)
         fresh = Progress(step=command.version * self.settings.minibatches)
         self.progress = self.backend.load_checkpoint(*saved) if saved else fresh
-        self.work = Work()
+        self.work, self.compared = Work(), False
         self.initial = command.weights if command.weights.version == 0 else self.initial
         self.fence.restart(command.version)
         return commands.Done()
@@ -238,6 +240,9 @@ class Trainer:
         plan, batch = plan_and_batch(command, settings, tables)
         if plans:
             settings = replace(settings, max_logprob_gap=math.inf)  # it passed the threshold of its time
+        if settings.kind == "sft" and not self.compared:
+            check_alone(self.backend, batch, settings.trainer)
+            self.compared = True
         learner = Learner(self.backend, settings, batch, plan, command.same_attempt)
         if learner.comparable or command.prefix is None or settings.max_lag is None:
             return learner, None
