@@ -32,7 +32,7 @@ class Held:
 
 def started(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """The engine of a server that has loaded a model of the family."""
-    save_random(tiny_config(family), folder / "model")
+    save_random(tiny_config(family), folder / "model", buffers=False)
     save_tokenizer(folder / "model", 64)
     store = open_store(f"file://{folder}/store")
     monkeypatch.setattr(process, "Server", Held)
@@ -40,7 +40,7 @@ def started(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engin
     return Held.engine
 
 
-@pytest.mark.parametrize("family", ["llama", "nemotron", "qwen3_moe", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "nemotron", "mixtral", "cohere"])
 def test_what_it_serves_is_right(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(family, tmp_path, monkeypatch)
     try:

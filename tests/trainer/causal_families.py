@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.trainer.families import COMMON, DEEPSEEK
 
 _LAYERS: Final = 4
-_MOST: Final = 120_000_000  # parameters
+_MOST: Final = 130_000_000  # parameters
 _TINY: Final[dict[str, Any]] = {
     **COMMON, "vocab_size": 64, "num_hidden_layers": _LAYERS, "hidden_size": 64, "head_dim": 16,
     "max_position_embeddings": 256,
@@ -28,8 +28,12 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
     "gpt_neo": {"num_layers": _LAYERS, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "gemma4_text": {"vocab_size_per_layer_input": 64}, "hy_v3": _FEW, "kolibri1": _FEW,
+    "inkling2_loop_text": {"unpadded_vocab_size": 64}, "inkling2_text": {"unpadded_vocab_size": 64},
+    "falcon": {"head_dim": None}, "lara_mini": _FEW, "flint": _FEW,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "bailing_hybrid": _FEW, "hy_v4": {**_FEW, "n_routed_experts": 4}, "kimi_linear": _FEW, "qwen3_next": _FEW,
+    "bailing_hybrid": {"num_experts": 16, "moe_intermediate_size": 16},
+    "hy_v4": {**_FEW, "n_routed_experts": 4}, "kimi_linear": _FEW, "qwen3_next": _FEW,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, **_FEW},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
@@ -51,6 +55,7 @@ def fits(family: str) -> bool:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(tiny_config(family))
+            model.get_input_embeddings()
     except Exception:  # the family needs settings, or packages, of its own
         return False
     return sum(parameter.numel() for parameter in model.parameters()) < _MOST

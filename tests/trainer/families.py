@@ -62,14 +62,16 @@ def save_tokenizer(folder: Path, size: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_random(config: Any, folder: Path) -> None:
-    """A model of the configuration in `folder`."""
+def save_random(config: Any, folder: Path, buffers: bool = True) -> None:
+    """A model of the configuration in `folder`; without random `buffers` it computes what its class intends."""
     logging.disable_progress_bar()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for tensor in filter(torch.is_floating_point, model.state_dict().values()):
+        for tensor in model.state_dict().values() if buffers else model.parameters():
             tensor.copy_(torch.randn(tensor.shape) / 8)
+        if not buffers:
+            model.get_input_embeddings().weight[config.pad_token_id or 0] = 0.0  # as some classes load it
     model.save_pretrained(folder)
 
 

@@ -37,7 +37,7 @@ def gap(family: str, layout: LayoutKind, folder: Path) -> float:
     rounding of transformers itself. UserError: it was refused.
     """
     if not folder.exists():
-        save_random(tiny_config(family), folder)
+        save_random(tiny_config(family), folder, buffers=False)
     backend = LocalBackend(Trainer(layout=layout), Model(path=str(folder), dtype="float32", max_length=128))
     backend.load(folder, 0)
     ids, lengths = torch.cat(TEXTS), torch.tensor([len(text) for text in TEXTS])
@@ -56,10 +56,10 @@ def alone(model: Any, text: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, text[1:, None])[:, 0]
 
 
-#: Packed as padded; packed by transformers' own attention; padded only, for a convolution, a state or their masks.
+#: By the trainer's attention or transformers'; padded only, for a convolution, a state or a mask; not causal.
 KINDS = {
-    "llama": "both", "nemotron": "both", "gemma2": "both", "llama4_text": "both", "lfm2": "padded", "mamba": "padded",
-    "olmo_hybrid": "padded", "bloom": "padded", "gpt_oss": "padded", "bert": "neither",
+    "llama": "both", "nemotron": "both", "llama4_text": "both", "lfm2": "padded", "olmo_hybrid": "padded",
+    "bloom": "padded", "bert": "neither",
 }  # fmt: skip
 
 

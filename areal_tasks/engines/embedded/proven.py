@@ -10,34 +10,37 @@ from torch import Tensor
 
 from areal_tasks.engines.embedded.cache import ATTENTION
 from areal_tasks.engines.embedded.runner import Passes
-from areal_tasks.engines.shallow import BOUND, VOCABULARY, largest_gap, logprobs_alone, samples, shallow_model
+from areal_tasks.engines.shallow import BOUND, VOCABULARY, confirmed, largest_gap, logprobs_alone, shallow_model
 from schemas.errors import UserError, first_line
 
 #: Positions of the chunks in which prompts are computed; the tokens after these are decoded one by one.
 CHUNKS: Final = (8, 4)
+_UNKNOWN: Final = 1.0  # no logprob, and no NaN, which a wrong pass may give
 
 
 def check_decode(config: Any) -> None:
     """UserError if the server's logprobs of models like `config` are wrong. Takes some hundredths of a second."""
-    texts = samples()
-    try:
-        passes = Passes(shallow_model(config, ATTENTION, windows=False), len(texts), max(map(len, texts)))
-        found = _logprobs(passes, texts)
-        alone = logprobs_alone(shallow_model(config, "eager", windows=False), texts)
-        known = ~found.isnan()
-        gap = largest_gap(found[known], alone[known])
-        problem = f"logprobs differ by up to {gap:.2g} nats from those of transformers" if gap > BOUND else ""
-    except Exception as error:  # of code of any model
-        problem = f"it fails ({first_line(error)})"
-    if problem:
+    if problem := confirmed(lambda texts: _problem(config, texts)):
         raise UserError(
             f"the embedded server cannot serve {config.model_type} models: {problem}; use inference.engine: sglang"
         )
 
 
+def _problem(config: Any, texts: list[Int[Tensor, " _"]]) -> str:
+    try:
+        passes = Passes(shallow_model(config, ATTENTION, windows=False), len(texts), max(map(len, texts)))
+        found = _logprobs(passes, texts)
+        alone = logprobs_alone(shallow_model(config, "eager", windows=False), texts)
+        known = found != _UNKNOWN
+        gap = largest_gap(found[known], alone[known])
+    except Exception as error:  # of code of any model
+        return f"it fails ({first_line(error)})"
+    return f"logprobs differ by up to {gap:.2g} nats from those of transformers" if gap > BOUND else ""
+
+
 @torch.inference_mode()
 def _logprobs(passes: Passes, texts: list[Int[Tensor, " _"]]) -> Float[Tensor, " T"]:
-    """Those of all tokens but the first of each sample, NaN inside the chunks.
+    """Those of all tokens but the first of each sample; _UNKNOWN inside the chunks.
 
     Samples that end amid a chunk or before others, and free rows, are filled with other tokens, which must not matter.
     """
@@ -45,7 +48,7 @@ def _logprobs(passes: Passes, texts: list[Int[Tensor, " _"]]) -> Float[Tensor, "
     ids = torch.randint(VOCABULARY, (passes.rows, width), generator=torch.Generator().manual_seed(1))
     for row, text in enumerate(texts):
         ids[row, : len(text)] = text
-    scores = torch.full((passes.rows, width), torch.nan)
+    scores = torch.full((passes.rows, width), _UNKNOWN)
     rows = torch.arange(len(texts))
     start = 0
     for chunk in CHUNKS:

@@ -49,7 +49,7 @@ def check_alone(backend: LocalBackend, batch: Batch, settings: Trainer) -> None:
             f"differ by {gap['logprob_gap_mean']:.4g} nats on average ({bound:g} is allowed). No step was made. "
             "Try another trainer.layout, trainer.compile=false, or model.dtype=float32"
         )
-    if not math.isnan(gap["logprob_gap_mean"]):
+    if backend.rank == 0 and not math.isnan(gap["logprob_gap_mean"]):
         log.info("trainer and transformers differ by %.2g nats on average", gap["logprob_gap_mean"])
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from areal_tasks.data.batching import LayoutKind, make_layout, make_sequences
 from areal_tasks.engines.shallow import (
     BOUND,
+    beginning,
+    confirmed,
     largest_gap,
     logprobs_alone,
-    samples,
     shallow_model,
     with_other_ends,
 )
@@ -65,24 +66,29 @@ def _choose(config: Any, layout: LayoutKind) -> str:
 
 def wrong(config: Any, layout: LayoutKind, attention: str) -> str:
     """What is wrong with a layout's passes of models like `config` with that attention; empty: nothing."""
-    texts = samples()
-    others, earlier = with_other_ends(texts)
+    return confirmed(lambda texts: _problem(config, layout, attention, texts))
+
+
+def _problem(config: Any, layout: LayoutKind, attention: str, texts: list[Int[Tensor, " _"]]) -> str:
     try:
         alone = logprobs_alone(shallow_model(config, EAGER), texts)
         policy = Policy(shallow_model(config, attention), len(alone))
-        found, later = (_logprobs(policy, ids, layout) for ids in (texts, others))
+        found, other = (_logprobs(policy, ids, layout) for ids in (texts, with_other_ends(texts)))
     except Exception as error:  # of code of any model
         return f"it fails ({first_line(error)})"
-    if (gap := largest_gap(found, alone)) > BOUND:
+    if (gap := largest_gap(torch.cat(found), alone)) > BOUND:
         return f"a sample's logprobs differ by up to {gap:.2g} nats from those that transformers computes for it alone"
-    if (gap := largest_gap(found[earlier], later[earlier])) > BOUND:
+    counts = [beginning(text) - 1 for text in texts]  # of a sample's first tokens, without the very first
+    earlier, same = (torch.cat([t[:n] for t, n in zip(each, counts, strict=True)]) for each in (found, other))
+    if (gap := largest_gap(earlier, same)) > BOUND:
         return f"later tokens change the logprobs of earlier ones by up to {gap:.2g} nats: it is not causal"
     return ""
 
 
 @torch.no_grad()
-def _logprobs(policy: Policy, texts: list[Int[Tensor, " _"]], layout: LayoutKind) -> Float[Tensor, " T"]:
+def _logprobs(policy: Policy, texts: list[Int[Tensor, " _"]], layout: LayoutKind) -> tuple[Float[Tensor, " _"], ...]:
+    """Of each sample those of all tokens but the first."""
     ids, lengths = torch.cat(texts), torch.tensor([len(text) for text in texts])
     sequences = make_sequences(ids, torch.ones(len(ids), dtype=torch.bool), lengths)
     found: Tensor = policy(make_layout(sequences, torch.arange(len(texts)), layout), 1.0).logprobs
-    return found
+    return torch.split(found, (lengths - 1).tolist())
