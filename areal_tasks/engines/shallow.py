@@ -35,6 +35,8 @@ LEAST_LAYERS: Final = 2
 _NOISE: Final = 100_003  # numbers that are repeated, for speed; a prime, so that no two rows of a matrix are equal
 LENGTHS: Final = torch.tensor([13, 9, 20])
 _CPU: Final = torch.device("cpu")
+CONTEXT: Final = 64  # positions: more than the samples have
+_CONTEXTS: Final = ("max_position_embeddings", "n_positions")
 _MLPS: Final = ("ffn_dim", "n_inner", "block_ff_dim")
 _WINDOWS: Final = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "index_topk")
 _COUNTS: Final = ("idx", "index", "layer_id", "layer_number")  # in names of attributes that number layers
@@ -74,6 +76,8 @@ def _narrowed(config: Any, windows: bool) -> Any:
             setattr(config, name, min(value, NARROW))
         elif name in _WINDOWS and windows:
             setattr(config, name, min(value, WINDOW))
+        elif name in _CONTEXTS:
+            setattr(config, name, max(value, CONTEXT))
         elif name == "pad_token_id":
             config.pad_token_id = 0
     text = config.get_text_config(decoder=True)
