@@ -213,13 +213,17 @@ class InferenceClient(UpdatedPool):
         for attempt in range(ATTEMPTS):
             async with self._server_for(request.floor, len(works), again=attempt > 0) as server:
                 try:
-                    first, began, learns = max(request.floor, server.version or 0), self.clock(), server.done > 0
+                    first, began, learns = (
+                        max(request.floor, server.version or 0),
+                        self.clock(),
+                        self._learns_of(server),
+                    )
                     async with aclosing(server.generate(_body(works, stream))) as answered:
                         async for answers in answered:
                             self._check_versions(server, answers, first)
                             yield server.url, answers
                     server.failing_since = None
-                    if learns and request.scored_from is None:  # with its first answers a server compiles
+                    if learns and request.scored_from is None:
                         self._learn(server, self.clock() - began, answers)
                     return
                 except ServerDown as error:
@@ -231,6 +235,14 @@ class InferenceClient(UpdatedPool):
     def _has_newer(self, request: GenerateRequest) -> bool:
         """Whether a server generates with newer weights than the request asks for."""
         return any(one.may_generate and (one.version or 0) > request.floor for one in self.servers)
+
+    def _learns_of(self, server: Server) -> bool:
+        """Whether a request that begins now tells how fast the server is.
+
+        Not with its first answers, when it compiles; nor while others may not generate: with more of the samples than
+        its share it has another pace, and more tokens per second.
+        """
+        return server.done > 0 and all(one.may_generate for one in self.servers)
 
     def _learn(self, server: Server, seconds: float, answers: Iterable[dict[str, Any]]) -> None:
         """Note how fast the server was, by its last answer."""
