@@ -1,8 +1,9 @@
 """Groups that were in flight when their rollout worker ended: the user's code in one of them may have ended it.
 
-They begin again in a worker that generates no other groups. If that worker ends, too, they begin again in two halves,
-and so on (a bisection) until the cause is alone in a worker: this end counts as a failure of the group, and the others
-finish. Suspects are kept in memory only: after a crash of the flow, all groups begin again as any other.
+They begin again, all at once, in a worker that generates no other groups. If that worker ends, too, they begin again in
+two halves, and so on (a bisection) until the cause is alone in a worker: this end counts as a failure of the group, and
+the others finish. A worker that something else has killed costs no more than its groups. Suspects are kept in memory
+only: after a crash of the flow, all groups begin again as any other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Suspects:
 
     def worker_ended(self, groups: Sequence[int]) -> None:
         """Record that a worker has ended with these groups in flight."""
-        self.at_once |= dict.fromkeys(groups, max(1, len(groups) // 2))
+        again = any(group in self for group in groups)
+        self.at_once |= dict.fromkeys(groups, max(1, len(groups) // 2) if again else len(groups))
         if len(groups) == 1:
             self.ends.update(groups)
 
