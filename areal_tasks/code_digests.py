@@ -15,7 +15,7 @@ import ast
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -139,8 +139,21 @@ def _files(place: Path) -> list[Path]:
     """The files of a module or package; without hidden ones, such as an editor's copies."""
     if place.is_file():
         return [place]
-    found = (path for path in place.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
-    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(place).parts))
+    return sorted(path for path in _below(place, set()) if path.suffix in _SUFFIXES)
+
+
+def _below(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """The files in a folder and, once each, in those below it and in linked ones, as Python imports them."""
+    if (real := folder.resolve()) in seen:
+        return
+    seen.add(real)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _below(path, seen)
+        elif path.is_file():
+            yield path
 
 
 def _imports(source: bytes) -> set[str]:

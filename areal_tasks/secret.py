@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
@@ -28,6 +29,7 @@ HIDDEN: Final = frozenset(
 DESCRIPTOR: Final = "AREAL_SECRETS_FD"
 
 _held: dict[str, str] = {}
+_receiving = threading.Lock()
 
 
 def secret(name: str) -> str:
@@ -67,7 +69,8 @@ def keep(given: Mapping[str, str]) -> None:
 
 def _receive() -> None:
     """Take what this process was handed, once, so that none of its children inherits it."""
-    if (descriptor := os.environ.pop(DESCRIPTOR, None)) is not None:
-        with os.fdopen(int(descriptor), "rb") as file:
-            file.seek(0)
-            keep(json.load(file))
+    with _receiving:
+        if (descriptor := os.environ.pop(DESCRIPTOR, None)) is not None:
+            with os.fdopen(int(descriptor), "rb") as file:
+                file.seek(0)
+                keep(json.load(file))

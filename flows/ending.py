@@ -109,6 +109,7 @@ class Reporting:
         self.result: Result | None = None
 
     def __enter__(self) -> Reporting:
+        _again.set()  # a retry in this process: what watches since the last attempt ends
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -124,8 +125,13 @@ class Reporting:
         return result
 
 
+#: Set while a flow of this process runs again.
+_again = threading.Event()
+
+
 def over(result: Result | None, error: BaseException | None) -> None:
     """The flow has ended so: end this process once the server is gone. Asked in a thread, with the flow's settings."""
+    _again.clear()
     if not exits or any(thread.name == WATCHING for thread in threading.enumerate()):
         return
 
@@ -133,7 +139,8 @@ def over(result: Result | None, error: BaseException | None) -> None:
         while not silence.is_long:
             if silence.since is not None:
                 _quieten()
-            time.sleep(ASK_SECONDS)
+            if _again.wait(ASK_SECONDS):
+                return
         end(result, error)
 
     threading.Thread(target=copy_context().run, args=(watch,), name=WATCHING, daemon=True).start()
@@ -146,16 +153,18 @@ def _quieten() -> None:
 
 def end(result: Result | None, error: BaseException | None) -> None:
     """Say what could not be sent, and how the flow ended; then end this process, without `atexit` handlers."""
-    print(f"the Prefect server does not answer, and is not told {unsent()}", file=sys.stderr)
-    if isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
-    if result is not None and Once.last is not None:
-        Once.last(result)
-    for call in at_last:
-        call()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0 if error is None else 1)
+    try:
+        print(f"the Prefect server does not answer, and is not told {unsent()}", file=sys.stderr)
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr)
+        if result is not None and Once.last is not None:
+            Once.last(result)
+        for call in at_last:
+            call()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where the output is closed
+        os._exit(0 if error is None else 1)
 
 
 def unsent() -> str:

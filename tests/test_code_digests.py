@@ -210,3 +210,17 @@ def test_a_rollout_worker_refuses_other_code_than_its_flow_has(tmp_path: Path, m
     with pytest.raises(AttributeError, match="prompts"):  # which come next
         asyncio.run(worker.begin(Begin.model_construct(code=code | {"reward.verifier": "another"}, **rest)))
     monkeypatch.delitem(sys.modules, "mine")
+
+
+def test_code_in_a_linked_folder_counts_once_and_loops_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's import follows such links."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (shared := tmp_path / "shared").mkdir()
+    (package := tmp_path / "linked_package").mkdir()
+    (package / "__init__.py").touch()
+    (package / "common").symlink_to(shared)
+    (shared / "back").symlink_to(package)
+    (shared / "score.py").write_text("GOOD = 1\n")
+    before = digest("linked_package")
+    (shared / "score.py").write_text("GOOD = 2\n")
+    assert digest("linked_package") != before

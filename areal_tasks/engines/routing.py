@@ -66,7 +66,7 @@ class Speed:
     def adapt(self, by_pace: float, in_sum: float) -> None:
         """Adapt `slowness` to how many times slower it was than the mean of the servers; forget a little of that."""
         least, most = sorted((by_pace, in_sum))
-        self.slowness = min(max(self.slowness * by_pace**GAIN, least), most)
+        self.slowness = min(max(self.slowness**KEPT * by_pace**GAIN, least), most)
         self.seconds, self.longest = KEPT * self.seconds, KEPT * self.longest
         self.busy, self.tokens = KEPT * self.busy, KEPT * self.tokens
 
@@ -84,7 +84,8 @@ def choose(servers: Iterable[Server], floor: int = 0, samples: int = 1, demand: 
     order.sort(key=lambda one: ((one[0].load + samples) * one[1], not _is_able(one[0], floor), one[0].done))
     for place, (server, slow) in enumerate(order):
         has_room = _is_able(server, floor) and server.requests < server.slots
-        if has_room and (place == 0 or server.load + samples <= demand / slow / in_all):
+        fits = place == 0 or server.load + samples <= demand / slow / in_all
+        if has_room and (fits or (server.idle and demand > samples * len(order))):  # its next answers tell its speed
             return server
     return None
 

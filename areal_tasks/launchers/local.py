@@ -98,6 +98,7 @@ class LocalLauncher(Launcher):
         scratch = OwnedFolder(job.spec.name)
         job.log.parent.mkdir(parents=True, exist_ok=True)
         environment = self._environment(job, Path(scratch.name))
+        job.log.touch()  # a spare opens it
         spare = self.spares.take(job.module, environment, job.token, scratch.name, job.log)
         with job.log.open("ab") as log, handed_over(**{TOKEN: job.token}) as (secrets, named):
             process = spare or subprocess.Popen(

@@ -49,7 +49,13 @@ class Spares:
         with self._lock:
             if module in self._timers and module not in self._ready:
                 self._ready[module] = subprocess.Popen(
-                    [sys.executable, "-m", "areal_tasks.launchers.spare", module],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "areal_tasks.launchers.spare",
+                        module,
+                    ],  # imports none of the current folder
                     env=without_secrets(os.environ) | {n: value for n, value in environment.items() if n in INHERITED},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,

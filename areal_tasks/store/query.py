@@ -164,9 +164,13 @@ def _exact(found: duckdb.DuckDBPyRelation, texts: Sequence[str]) -> duckdb.DuckD
         return found
     parts = []
     for number, (name, kind) in enumerate(zip(found.columns, map(str, found.types), strict=True), 1):
-        quoted = name.replace('"', '""')
-        parts.append(f'#{number}{"::VARCHAR" if kind in texts else ""} AS "{quoted}"')
+        parts.append(f"#{number}{'::VARCHAR' if kind in texts else ''} AS {quoted(name)}")
     return found.project(", ".join(parts))
+
+
+def quoted(name: str) -> str:
+    """A column's name as SQL takes any."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _python_rows(found: duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
@@ -250,7 +254,9 @@ def without_nan(relation: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
     """The rows with NULL for NaN. DuckDB's aggregates leave out NULL alone: one NaN would be the mean of its group."""
     columns = zip(relation.columns, relation.types, strict=True)
     changed = [
-        f"CASE WHEN NOT isnan({c}) THEN {c} END AS {c}" for c, kind in columns if str(kind) in ("FLOAT", "DOUBLE")
+        f"CASE WHEN NOT isnan({c}) THEN {c} END AS {c}"
+        for c, kind in ((quoted(name), kind) for name, kind in columns)
+        if str(kind) in ("FLOAT", "DOUBLE")
     ]
     return relation.project(f"* REPLACE ({', '.join(changed)})") if changed else relation
 

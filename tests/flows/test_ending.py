@@ -94,3 +94,23 @@ def test_a_server_is_gone_only_if_it_has_not_answered_all_the_while(
         limit = REFUSED_SECONDS if error is REFUSED else SILENT_SECONDS
         assert silence.is_long == (error is not None and since >= limit)
         now[0] += pause
+
+
+def test_a_process_ends_whose_output_is_closed() -> None:
+    """Otherwise the thread that ends it would fail, and Prefect's own time limits would follow."""
+    program = "import time; from flows.ending import end; end(None, None); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for output in (process.stdout, process.stderr):
+        assert output is not None
+        output.close()
+    assert process.wait(LIMIT) == 0
+
+
+def test_a_retry_in_the_same_process_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "exits", True)
+    monkeypatch.setattr(ending, "silence", SimpleNamespace(is_long=False, since=None))
+    ending.over(None, None)
+    [watching] = [thread for thread in threading.enumerate() if thread.name == ending.WATCHING]
+    ending.Reporting().__enter__()
+    watching.join(LIMIT)
+    assert not watching.is_alive()

@@ -316,6 +316,18 @@ def test_requests_one_after_another_are_shared_out() -> None:
     assert [server.done for server in servers] == [5, 5]
 
 
+def test_a_server_that_seems_slow_keeps_getting_requests_and_is_forgiven() -> None:
+    """After a stall: without answers nothing would correct what is known of it."""
+    quick, slow = Server("quick", 8), Server("slow", 8)
+    slow.speed.slowness, quick.load, quick.requests = 1e3, 64, 8
+    assert choose([quick, slow], 0, 8, 200) is slow
+    slow.begin(8, 0.0)
+    assert choose([quick, slow], 0, 8, 200) is None, "it has more than its share"
+    for _ in range(3000):
+        slow.speed.adapt(1.0, 1e3)
+    assert slow.speed.slowness < 10
+
+
 def test_without_an_able_server_nothing_is_chosen() -> None:
     servers = [Server("a", 4, healthy=False), Server("b", 4, current=False)]
     assert choose(servers) is None

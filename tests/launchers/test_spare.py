@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +55,20 @@ def test_a_spare_becomes_the_worker_that_is_started_next(tmp_path: Path, monkeyp
     assert not alive(third.pid)
     launcher.spares.prepare(WORKER, {})
     assert found == {WORKER: third}, "no spare is started any more"
+
+
+def test_a_spare_imports_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a service that is started without one."""
+    (tmp_path / "statistics.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    launcher = LocalLauncher(WORKER)
+    launcher.spares._timers[WORKER] = threading.Timer(0, print)
+    launcher.spares.prepare(WORKER, {})
+    process = launcher.spares._ready[WORKER]
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(LIMIT) == 0
+    launcher.close()
 
 
 def test_a_spare_ends_with_the_process_that_has_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pytest
 from store_builders import STAGES, build, commit_stage, iteration_commit, manifest, recipe, table
@@ -12,7 +13,7 @@ from store_builders import STAGES, build, commit_stage, iteration_commit, manife
 from areal_tasks.store.backend import Store
 from areal_tasks.store.fork import Origin
 from areal_tasks.store.opening import open_run
-from areal_tasks.store.query import Session, run_sql
+from areal_tasks.store.query import Session, run_sql, without_nan
 from areal_tasks.store.runs import Run
 from areal_tasks.store.shards import read_table
 from schemas.errors import UserError
@@ -281,3 +282,10 @@ def test_a_fork_sees_its_parents_iterations(local_store: Store) -> None:
     rows = run_sql(local_store, "child", "SELECT iteration, run FROM stages WHERE stage = 'rollout' ORDER BY 1")
     assert rows.to_pylist() == [{"iteration": k, "run": name} for k, name in enumerate(["run", "run", "child"])]
     assert run_sql(local_store, "child", "SELECT count(*) AS n FROM rollout").to_pylist() == [{"n": 3 * ROWS}]
+
+
+def test_nan_is_null_whatever_the_name_of_its_column() -> None:
+    """Also one that SQL would take for a word of its own."""
+    names = ["order", "Mixed Name", 'a"b']
+    rows = duckdb.connect().from_arrow(pa.table({name: [1.0, math.nan] for name in names}))
+    assert without_nan(rows).fetchall() == [(1.0,) * 3, (None,) * 3]
