@@ -109,6 +109,7 @@ def _run_requested(order: Mapping[str, Any], descriptors: Sequence[int]) -> NoRe
         if order["session"]:
             os.setsid()
         _move_descriptors(descriptors, order["descriptors"])
+        sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
         os.chdir(order["cwd"])
         _set_environment(order["args"], order["env"])
         random.seed()

@@ -99,7 +99,7 @@ def test_its_tables_and_its_recipe_are_read_under_todays_names(resumed: Path) ->
     assert run_sql(store, "cap", query).to_pylist() == [{"cap": "3.0", "former": None}]
     steps = "SELECT count(*) AS n, count(logprob_gap_mean) AS measured FROM train_steps"
     [counts] = run_sql(store, "cap", steps).to_pylist()
-    assert counts["n"] == counts["measured"] == 6
+    assert (counts["n"], counts["measured"]) == (6, 0)  # of few tokens of the trainer's own version: not measured
     shares = run_sql(store, "mask", "SELECT metrics['behaviour_clipped'] AS clipped FROM stages WHERE stage = 'train'")
     assert len([share for share in shares["clipped"].to_pylist() if share is not None]) == 3
 

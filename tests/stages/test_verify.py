@@ -74,7 +74,7 @@ def test_an_error_on_the_machine_of_a_worker_is_not_taken_over() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("verifier", "version"), [("math", 3), ("exact", 1), ("stage_reward:digits", 1)])
+@pytest.mark.parametrize(("verifier", "version"), [("math", 4), ("exact", 1), ("stage_reward:digits", 1)])
 def test_the_version_of_a_verifier_is_that_of_the_stages_that_judge(verifier: str, version: int) -> None:
     """So that what was judged by another version has another key, and nothing else has."""
     assert verify(recipe(verifier)).version == evaluate(recipe(verifier)).version == version

@@ -26,6 +26,7 @@ from areal_tasks.engines.trainer.commands import (
 from areal_tasks.engines.trainer.process import make_app
 from areal_tasks.store.backend import Store
 from areal_tasks.store.objects.s3 import S3Backend
+from areal_tasks.temporary import LOCK
 from schemas.manifest import WeightsRef
 from schemas.record import Record
 
@@ -49,7 +50,7 @@ def world(s3_store: Store, tiny: Path) -> World:
 
 
 def _tables(scratch: Path) -> list[Path]:
-    return sorted(scratch.glob("areal-trainer-*/tables/*"))
+    return sorted(scratch.glob("arealflow-trainer-*/tables/*"))
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_copies_from_s3_do_not_pile_up(world: World, scratch: Path) -> None:
     def done(path: str, body: Record, kept: int = 0) -> str:
         answer = asyncio.run(_post(app, path, body))
         assert answer.status_code == 200, answer.text
-        left = [file for file in scratch.glob("areal-*/**/*") if file.is_file()]
+        left = [file for file in scratch.glob("arealflow-*/**/*") if file.is_file() and file.name != LOCK]
         assert left == _tables(scratch) and len(left) == kept
         return answer.text
 
