@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Final
 
+from flows.cli.output import visible
 from schemas.errors import UserError
 
 Result = dict[str, Any]
@@ -156,7 +157,7 @@ def end(result: Result | None, error: BaseException | None) -> None:
     try:
         print(f"the Prefect server does not answer, and is not told {unsent()}", file=sys.stderr)
         if isinstance(error, UserError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {visible(str(error))}", file=sys.stderr)
         if result is not None and Once.last is not None:
             Once.last(result)
         for call in at_last:

@@ -126,9 +126,11 @@ def _json(text: bytes, place: str) -> Any:
 def _parquet(content: bytes, data: Data, where: str) -> Pairs:
     try:
         file = pq.ParquetFile(io.BytesIO(content))
-        _require_columns(file.schema_arrow.names, data, where)
+        _require_columns(names := file.schema_arrow.names, data, where)
+        if twice := [name for name in (data.prompt_column, data.answer_column) if names.count(name) > 1]:
+            raise UserError(f"{where} has several columns {twice[0]!r}: rename all but one")
         table = file.read(columns=[data.prompt_column, data.answer_column])
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:  # the latter for damaged pages
         raise UserError(f"{where} is no valid Parquet file: {error}") from None
     for name, check in ((data.prompt_column, _prompt), (data.answer_column, _text)):
         for number in _suspects(table[name].slice(0, data.limit or None)):
@@ -164,7 +166,8 @@ def _value(scalar: pa.Scalar) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return scalar.as_buffer().to_pybytes()
+        plain = scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
+        return plain.as_buffer().to_pybytes()
 
 
 _FORMATS: Final[dict[str, Callable[[bytes, Data, str], Pairs]]] = {

@@ -201,24 +201,28 @@ def vocabulary_of(folder: Path) -> int:
 
 def check_finite(folder: Path) -> None:
     """UserError names a tensor of the weights in `folder` with a value that is not finite."""
-    from safetensors import safe_open  # checks of a recipe do not need it, nor torch
+    from safetensors import SafetensorError, safe_open  # checks of a recipe do not need it, nor torch
 
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if not _is_finite(tensors.get_tensor(name)):
-                    raise UserError(
-                        f"model.path: the weights have values that are not finite, first in tensor {name} of "
-                        f"{file.name}; get the files again, or name another model"
-                    )
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                wrong = next((name for name in tensors.keys() if not _is_finite(tensors.get_tensor(name))), "")  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"model.path: {file} is damaged ({error}); get the files again") from error
+        if wrong:
+            raise UserError(
+                f"model.path: the weights have values that are not finite, first in tensor {wrong} of {file.name}; get "
+                "the files again, or name another model"
+            )
 
 
 def _is_finite(values: Any) -> bool:
     """Whether all values of a tensor are finite, if it is of a type that is trained. Reads it once, copies nothing."""
     import torch
 
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64) or not values.numel():
+    if not values.is_floating_point() or not values.numel():
         return True
+    values = values.float() if values.dtype.itemsize == 1 else values  # of 8 bits torch finds no extremes
     return bool(torch.isfinite(torch.stack(values.aminmax())).all())  # both are NaN if a value is
 
 

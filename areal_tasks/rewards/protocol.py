@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, SupportsFloat, get_args
+from numbers import Complex, Real
+from typing import Final, Literal, NamedTuple, SupportsFloat, TypeGuard, get_args
 
 VerdictName = Literal["correct", "incorrect", "unparseable", "timeout", "error"]
 
@@ -47,15 +48,21 @@ def as_verdict(answer: object) -> Verdict:
     """A verifier's answer as a `Verdict`: a number is a reward, `correct` above 0, else `incorrect`. Else TypeError."""
     if isinstance(answer, Verdict):
         return answer
-    if not isinstance(answer, SupportsFloat):
+    if not _is_number(answer):
         raise TypeError(f"the verifier returned {type(answer).__name__}; it must return a Verdict or a number")
     reward = _as_reward(answer)
     return Verdict(reward, "correct" if reward > 0 else "incorrect")
 
 
+def _is_number(value: object) -> TypeGuard[SupportsFloat]:
+    """Whether it is a real number of any library's kinds; NumPy's texts and complex numbers could be converted, too."""
+    other = isinstance(value, str | bytes) or (isinstance(value, Complex) and not isinstance(value, Real))
+    return isinstance(value, SupportsFloat) and not other
+
+
 def _as_reward(number: object) -> float:
     """A finite number that float32 holds, of Python's, NumPy's, torch's or another library's kinds."""
-    if not isinstance(number, SupportsFloat):
+    if not _is_number(number):
         raise TypeError(f"the reward must be a number, not {type(number).__name__}")
     try:
         reward = float(number)

@@ -155,7 +155,7 @@ def begin(store: Store, folder: Path, scratch: Path, max_length: int = 16) -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 def test_a_weight_that_is_not_finite_is_named_before_anything_is_copied(
     store: Store, folder: Path, tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
@@ -166,6 +166,12 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_is_copied(
     with pytest.raises(UserError, match=rf"not finite, first in tensor {re.escape(name)} of model\.safetensors"):
         begin(store, folder, tmp_path / "x")
     assert not store.exists("r/weights/version=000000/attempt=a/config.json")
+
+
+def test_damaged_weights_are_named(store: Store, folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged .*; get the files again"):
+        begin(store, folder, tmp_path / "x")
 
 
 LONG_ROPE = {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4}

@@ -91,9 +91,11 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path: Path, wrong: float | None) ->
         check(tmp_path / "r.parquet")
 
 
-def test_bytes_of_parquet_that_are_no_text_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoded", [False, True])
+def test_bytes_of_parquet_that_are_no_text_are_named(tmp_path: Path, encoded: bool) -> None:
     raw = pa.array([b"q"] * 9 + [b"\xed\xa0\xbd"]).cast(pa.binary())
     text = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+    text = text.dictionary_encode() if encoded else text
     pq.write_table(pa.table({"question": text, "answer": text}), tmp_path / "r.parquet")
     with pytest.raises(UserError, match=r"r\.parquet', row 10: column 'question' should hold text or a number, not "):
         check(tmp_path / "r.parquet")
@@ -107,3 +109,17 @@ def test_ten_million_rows_of_parquet_are_checked_as_columns(tmp_path: Path, monk
     monkeypatch.setattr("areal_tasks.data.datasets._text", lambda value, *_: asked.append(value) or str(value))
     check(tmp_path / "r.parquet")
     assert not asked
+
+
+def test_parquet_with_two_columns_of_one_name_or_damaged_pages_is_refused(tmp_path: Path) -> None:
+    names = ["question", "answer", "answer"]
+    pq.write_table(pa.table([pa.array(["q"])] * 3, names=names), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match="has several columns 'answer': rename all but one"):
+        check(tmp_path / "twice.parquet")
+    file = tmp_path / "pages.parquet"
+    pq.write_table(pa.table({"question": ["q"] * 500, "answer": list(range(500))}), file)
+    content = bytearray(file.read_bytes())
+    content[4:200] = b"\xff" * 196
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="is no valid Parquet file"):
+        check(file)

@@ -60,7 +60,7 @@ def test_any_other_number_is_an_incorrect_verdict(number: Any) -> None:
     assert as_verdict(number) == Verdict(float(number), "incorrect")
 
 
-@pytest.mark.parametrize("answer", [None, "1", (1.0, "correct"), {"reward": 1}, 1j])
+@pytest.mark.parametrize("answer", [None, "1", (1.0, "correct"), {"reward": 1}, 1j, np.complex64(1), np.str_("1")])
 def test_anything_else_is_refused(answer: Any) -> None:
     with pytest.raises(TypeError, match="must return a Verdict or a number"):
         as_verdict(answer)
