@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from decimal import Decimal
 from functools import partial
+from itertools import chain, count
 from typing import Any, Final, TypeVar
 
 import duckdb
@@ -159,12 +160,14 @@ _NOT_IN_PYTHON: Final = ("INTERVAL", "TIMESTAMP_NS", "TIMESTAMPTZ_NS", "TIME_NS"
 
 
 def _exact(found: duckdb.DuckDBPyRelation, texts: Sequence[str]) -> duckdb.DuckDBPyRelation:
-    """The answer with its columns of the types `texts` as text."""
-    if set(texts).isdisjoint(map(str, found.types)):
+    """The answer with its columns of the types `texts` as text, and with a number behind a name that occurs again."""
+    if set(texts).isdisjoint(map(str, found.types)) and len(set(found.columns)) == len(found.columns):
         return found
-    parts = []
+    parts, taken = [], set[str]()
     for number, (name, kind) in enumerate(zip(found.columns, map(str, found.types), strict=True), 1):
-        parts.append(f"#{number}{'::VARCHAR' if kind in texts else ''} AS {quoted(name)}")
+        own = next(one for one in chain([name], (f"{name}_{n}" for n in count(1))) if one not in taken)
+        taken.add(own)
+        parts.append(f"#{number}{'::VARCHAR' if kind in texts else ''} AS {quoted(own)}")
     return found.project(", ".join(parts))
 
 
@@ -174,8 +177,9 @@ def quoted(name: str) -> str:
 
 
 def _python_rows(found: duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
-    whole = {name for name, kind in zip(found.columns, found.types, strict=True) if str(kind) == "BIGNUM"}  # as text
-    rows = (zip(found.columns, row, strict=True) for row in _exact(found, _NOT_IN_PYTHON).fetchall())
+    exact = _exact(found, _NOT_IN_PYTHON)
+    whole = {name for name, kind in zip(exact.columns, found.types, strict=True) if str(kind) == "BIGNUM"}  # as text
+    rows = (zip(exact.columns, row, strict=True) for row in exact.fetchall())
     return [{name: Decimal(value) if value and name in whole else value for name, value in row} for row in rows]
 
 

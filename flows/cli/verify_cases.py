@@ -12,7 +12,7 @@ import typer
 
 from areal_tasks.rewards.pool import VerifierPool, VerifyResult
 from areal_tasks.rewards.protocol import Row
-from flows.cli.output import AsJson, echo, json_text, show
+from flows.cli.output import AsJson, print_json, show
 from schemas.errors import UserError
 from schemas.recipe.sections import Reward
 
@@ -36,10 +36,11 @@ def verify_cases(
     settings = Reward(verifier=verifier, arguments=_object(arguments, "--arguments"), workers=workers)
     with VerifierPool(settings) as pool:
         found = pool.verify([Row(case.get("prompt", ""), case["completion"], case["answer"]) for case in cases])
-    wrong = [mistake(case, result) for case, result in zip(cases, found, strict=True) if differs(case, result)]
+    judged = zip(cases, found, strict=True)
+    wrong = [row(case, result, kind) for case, result in judged if (kind := mistake(case, result))]
     rows = counts(cases, wrong)
     if as_json:
-        echo(json_text({"counts": rows, "mistakes": wrong}, "\n"))
+        print_json({"counts": rows, "mistakes": wrong})
         return
     show(rows, False, f"{file}: {len(cases)} cases, verifier {verifier}")
     if wrong:
@@ -79,19 +80,16 @@ def _object(text: str, where: str) -> dict[str, Any]:
     return found
 
 
-def differs(case: Mapping[str, Any], result: VerifyResult) -> bool:
-    """Whether the verdict is not the expected one; nor is a failure of the verifier."""
-    return _failed(result) or (result.verdict == "correct") != case["expected"]
+def mistake(case: Mapping[str, Any], result: VerifyResult) -> str:
+    """One of _MISTAKES; empty if the verdict is the expected one."""
+    if result.verdict in ("timeout", "error"):
+        return "failed"
+    accepted = result.verdict == "correct"
+    return "" if accepted == case["expected"] else "wrongly accepted" if accepted else "wrongly rejected"
 
 
-def _failed(result: VerifyResult) -> bool:
-    return result.verdict in ("timeout", "error")
-
-
-def mistake(case: Mapping[str, Any], result: VerifyResult) -> dict[str, Any]:
+def row(case: Mapping[str, Any], result: VerifyResult, kind: str) -> dict[str, Any]:
     """A row of the mistakes."""
-    accepted, rejected, failed = _MISTAKES
-    kind = failed if _failed(result) else accepted if result.verdict == "correct" else rejected
     texts = {name: case[name] for name in _TEXTS}
     found = {"parsed": result.parsed, "verdict": result.verdict, "detail": result.detail}
     return {"mistake": kind, KIND: str(case.get(KIND, "")), **texts, **found}

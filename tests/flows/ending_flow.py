@@ -1,6 +1,6 @@
 """A process whose flow is over, and which has 500 events left for a Prefect server that is gone; after a line of input.
 
-`python ending_flow.py ENDS`: ENDS is how the flow ends, `well`, `refused` or `badly`.
+`python ending_flow.py ENDS`: ENDS is how the flow ends, `well` or `refused`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from prefect.events import emit_event
 from flows import ending
 from schemas.errors import UserError
 
-ERRORS = {"refused": UserError("no such model"), "badly": RuntimeError("a mistake")}
+ERRORS = {"refused": UserError("no such model")}
 
 
 def emit() -> None:

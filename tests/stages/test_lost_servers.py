@@ -24,15 +24,14 @@ from schemas.recipe.load import parse_recipe
 ETA, KILLED_AFTER, LAST = 2, 1, 7
 
 
-@pytest.mark.parametrize("shared", [True, False])
 def test_a_run_goes_on_while_a_server_that_was_killed_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it shares the trainer's GPU: the trainer has its memory already, and need not leave it the first go.
+    """It shares the trainer's GPU: the trainer has its memory already, and need not leave it the first go.
 
     The new start is held back until further iterations than η have been trained.
     """
-    placement = Placement(("0",), (("0",), ("1",)) if shared else (("1",), ("2",)))
+    placement = Placement(("0",), (("0",), ("1",)))
     monkeypatch.setattr(session, "place_recipe", lambda *_: placement)
     starts: list[LocalHandle] = []
     go_on, done, start = threading.Event(), threading.Event(), LocalLauncher.start

@@ -289,3 +289,11 @@ def test_nan_is_null_whatever_the_name_of_its_column() -> None:
     names = ["order", "Mixed Name", 'a"b']
     rows = duckdb.connect().from_arrow(pa.table({name: [1.0, math.nan] for name in names}))
     assert without_nan(rows).fetchall() == [(1.0,) * 3, (None,) * 3]
+
+
+def test_columns_of_one_name_are_all_in_an_answer(local_store: Store) -> None:
+    built(local_store)
+    answer = run_sql(local_store, "run", "SELECT 1 AS x, 2 AS x_1, 3 AS x, 4 AS x FROM scalars LIMIT 1")
+    assert answer.to_pylist() == [{"x": 1, "x_1": 2, "x_2": 3, "x_3": 4}]
+    with Session(local_store, "run") as session:
+        assert session.rows("SELECT 1 AS x, 2 AS x") == [{"x": 1, "x_1": 2}]
