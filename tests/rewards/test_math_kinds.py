@@ -170,3 +170,151 @@ def test_points_of_comparison_lie_on_no_line() -> None:
             assert not judged(rf"\boxed{{{formula}=3}}", f"{formula}=5") and not judged(
                 rf"\boxed{{{formula}}}", constant
             )
+
+
+#: What is said of a value that is then no answer, in scripts without blanks; the value is written `{}`.
+DENIED = (
+    *(
+        "答案不是{}。",
+        "不是{}。",
+        "答案并非{}。",
+        "答えは{}ではありません。",
+        "{}ではない。",
+        "결과는 {}가 아닙니다.",
+        "답은 {}가 아니다.",
+    ),
+    *(
+        "答案是9或{}。",
+        "答案是{}或9。",
+        "所以x=9或{}。",
+        "x=9または{}です。",
+        "结果约为9到{}之间。",
+        "所以有9到{}个。",
+        "他有9分之{}。",
+    ),
+    *(
+        "他有{}分之9。",
+        "所以有9至{}个。",
+        "答案是9~{}。",
+        "答え:9か、または{}。",
+        "答えは{}または9。",
+        "결과는 9 또는 {}입니다.",
+    ),
+)
+
+
+@pytest.mark.parametrize("sentence", DENIED)
+def test_scripts_without_blanks_deny_and_offer_alternatives(sentence: str) -> None:
+    for number in ("4", "-5", "2.5", "$7$"):
+        completion = sentence.format(number)
+        assert not judged(completion, number.strip("$")) and not judged(completion, "9"), completion
+
+
+@pytest.mark.parametrize("cause", ["因为第2步", "所以第2步", "因為2+2", "因为x=2"])
+def test_a_cause_in_a_script_without_blanks_is_no_value(cause: str) -> None:
+    for beginning in ("答案是x=3，", "结果是3，", "x=3，"):
+        assert judged(f"{beginning}{cause}。", "3") and not judged(f"{beginning}{cause}。", "2"), beginning
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "тысяч",
+        "тысячи",
+        "миллионов",
+        "миллиард",
+        "Millionen",
+        "Milliarden",
+        "millones",
+        "mille",
+        "tausend",
+        "nghìn",
+        "triệu",
+        "lac",
+        "Mio.",
+        "Mrd.",
+        "milliard",
+        "mil",
+        "millions",
+        "million",
+        "milione",
+        "miljoen",
+        "Dutzend",
+        "docena",
+        "douzaine",
+        "cientos",
+        "juta",
+        "ribu",
+        "elfu",
+    ],
+)
+def test_multiplying_words_of_other_languages_are_no_unit(word: str) -> None:
+    for number in ("12", "5"):
+        for completion in (
+            f"#### {number} {word}",
+            rf"\boxed{{{number} \text{{ {word}}}}}",
+            f"Il y en a {number} {word}",
+        ):
+            assert not judged(completion, number), completion
+
+
+INNER = (
+    "cbrt({})",
+    "nCr({},3)",
+    "factorial({})",
+    "alpha/{}",
+    "sqrt({})",
+    "log({})",
+    "pi/{}",
+    "3 sqrt({})",
+    "f({})",
+    "√{}",
+)
+
+
+@pytest.mark.parametrize("formula", INNER)
+def test_no_number_within_a_formula_is_the_answer(formula: str) -> None:
+    for sentence in ("#### {}", "So we get {}.", "So it is {}.", "结果是{}。", "The answer is {}.", "{}"):
+        for number in ("2", "8", "5"):
+            completion = sentence.format(formula.format(number))
+            assert not judged(completion, number) and not judged(completion, "3"), completion
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        *(r"\cosh(10^{9})", r"\sinh(10^9)", r"\tanh(10^{8})", r"\sinh(e^{20})", r"\cosh(e^{99})"),
+        *(r"\sum_{n=1}^{\infty} \frac{(-1)^n}{\sqrt n}", r"\prod_{n=1}^{\infty} (1+\frac{1}{n\sqrt n})"),
+    ],
+)
+def test_hyperbolic_functions_and_endless_sums_are_not_computed(formula: str) -> None:
+    assert verify("", rf"\boxed{{{formula}}}", "1").detail.startswith("the formula leads to numbers of more than")
+
+
+def test_small_hyperbolic_functions_and_known_sums_are_computed() -> None:
+    assert judged(r"\boxed{\cosh(2)}", r"\frac{e^2+e^{-2}}{2}") and judged(
+        r"\boxed{\sum_{n=0}^{\infty} \frac{1}{2^n}}", "2"
+    )
+
+
+@pytest.mark.parametrize(
+    "noun", ["step", "equation", "eq.", "formula", "line", "part", "case", "figure", "table", "Step"]
+)
+def test_the_number_of_a_step_is_no_value(noun: str) -> None:
+    for before in (", obtained in", " as we found in", ", see", " using", " from"):
+        for number in ("2", "(2)"):
+            completion = f"So $x = 3${before} {noun} {number}."
+            assert judged(completion, "3") and not judged(completion, "2"), completion
+
+
+def test_arguments_and_the_order_of_names_matter() -> None:
+    for first, second in (("f(2)=7", "f(3)=7"), ("f(2)=7", "g(2)=7"), ("(R,r)", "(r,R)"), ("(a,B)", "(b,A)")):
+        assert not judged(rf"\boxed{{{first}}}", second) and judged(rf"\boxed{{{first}}}", first), (first, second)
+
+
+@pytest.mark.parametrize(
+    "sentence", ["The answer is {}!", "So it is {}!", "答案是{}!", "Answer: {}!", "So x = {}! Great."]
+)
+def test_an_exclamation_mark_behind_a_number_ends_the_sentence(sentence: str) -> None:
+    assert judged(sentence.format("42"), "42") and not judged(sentence.format("5"), "120")
+    assert judged(r"\boxed{5!}", "120") and judged("The answer is $5!$", "120")

@@ -14,6 +14,8 @@ import math_verify
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from sympy.core.function import AppliedUndef
+from sympy.functions.elementary.hyperbolic import HyperbolicFunction
 
 from areal_tasks.rewards.math.answers import Answer, Formula, Group, Quantity, TooLarge, read_answer
 
@@ -89,7 +91,10 @@ def _same_items(reference: Group, found: Group) -> bool:
     if len(reference.items) != len(found.items) or not alike:
         return False
     if not kinds <= {"", "{}"}:
-        return all(map(equal, reference.items, found.items))
+        letters = [_letters(group) for group in (reference, found)]
+        cased = any(len(of) > len(set(map(str.lower, of))) for of in letters)  # (R, r) is not (r, R)
+        pairs = list(zip(reference.items, found.items, strict=True))
+        return all(equal(a, b) and (not cased or _letters(a) == _letters(b)) for a, b in pairs)
     left = list(found.items)  # in any order
     for wanted in reference.items:
         same = next((item for item in left if equal(wanted, item)), None)
@@ -99,10 +104,16 @@ def _same_items(reference: Group, found: Group) -> bool:
     return True
 
 
+def _letters(answer: Answer) -> set[str]:
+    return set(filter(str.isalpha, re.sub(r"\\[A-Za-z]+", "", getattr(answer, "latex", ""))))
+
+
 def _same_formula(reference: _Math, found: _Math, unit: Fraction = Fraction(1)) -> bool:
     """Whether they have the same value, the reference in units of `unit`."""
     a, b = _parsed(reference), _parsed(found)
     if a is None or b is None or isinstance(a, sympy.Eq) is not isinstance(b, sympy.Eq):
+        return False
+    if isinstance(a, sympy.Eq) and a.atoms(AppliedUndef) != b.atoms(AppliedUndef):  # f(2) = 7 and f(3) = 7
         return False
     x, y = _number(a), _number(b)
     if x and y:
@@ -195,13 +206,16 @@ def _bits(expression: Any) -> int:
         return int(expression.p).bit_length() + int(expression.q).bit_length()
     if isinstance(expression, sympy.Symbol):
         return _SYMBOL_BITS
+    limits = expression.limits if isinstance(expression, (sympy.Sum, sympy.Product)) else ()
+    if any(end.is_infinite for _, *ends in limits for end in ends):  # adding it up has no bound unless it has a name
+        return MAX_BITS + 1 if expression.doit().has(sympy.Sum, sympy.Product) else 1
     parts = [_bits(part) for part in getattr(expression, "flat", lambda: expression.args)()]
-    if isinstance(expression, (sympy.Sum, sympy.Product)):
-        return parts[0] * math.prod(_largest(last - first) for _, first, last in expression.limits)
+    if limits:
+        return parts[0] * math.prod(_largest(last - first) for _, first, last in limits)
     if isinstance(expression, (sympy.factorial, sympy.binomial, sympy.gamma)):
         return sum(parts) * max(map(_largest, expression.args))
-    if isinstance(expression, (sympy.Pow, sympy.exp)):
-        return max(parts[0], 2) * _largest(expression.exp)
+    if isinstance(expression, (sympy.Pow, sympy.exp, HyperbolicFunction)):
+        return max(parts[0], 2) * _largest(expression.args[-1])
     return sum(parts) + 1
 
 

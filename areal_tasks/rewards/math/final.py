@@ -8,7 +8,7 @@ from typing import Final
 
 from areal_tasks.rewards.math.answers import MAX_ANSWER, Answer, Group, Quantity, Words, leading_number, read_answer
 from areal_tasks.rewards.math.spelling import plain, respelled, slashed, tidy
-from areal_tasks.rewards.math.units import DOUBTS, VALUES, unit_of
+from areal_tasks.rewards.math.units import CHANGES, DOUBTS, VALUES, unit_of
 
 #: Characters at the end of a text without a marked answer that are searched.
 MAX_TAIL: Final = 2000
@@ -25,25 +25,46 @@ _DELIMITED: Final = r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<![\\$\w])\$(?=\S)[^
 _MATH: Final = re.compile(_DELIMITED, re.DOTALL)
 _ANCHOR: Final = re.compile(
     r"(?:^\s*a\s*:|(?:\banswer\b|\bans\b|答案?|정답|답|\br[eé]ponse\b|\brespuesta\b|\bantwort\b|\bответ\b)"
-    r"[^\n.:=\d]{0,60}?(?:\bis\b|[:=]|[是为為は은는]\s*:?))\s*(?P<answer>[^\n]+)",
+    r"[^\n.:=\d不非]{0,60}?(?:\bis\b|[:=]|[是为為は은는]\s*:?))\s*(?P<answer>[^\n]+)",
     re.IGNORECASE | re.MULTILINE,
+)
+#: A formula without delimiters: `3 sqrt(5)`, `nCr(5,2)`, `pi/2`.
+_BARE: Final = (
+    r"(?:-?\d+\s?\*?\s?)?(?:\\?[A-Za-z]+(?:\((?:[^()\n]|\([^()\n]*\))*\)|/\d+)"
+    r"|\\(?:sqrt|frac|binom)(?:\[\d+\])?(?:\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\d))+)"
 )
 #: A formula, a ratio, or the beginning of a number.
 _VALUE: Final = re.compile(
-    rf"(?P<formula>{_DELIMITED})|(?<![A-Za-z\d_.)^:])(?:(?P<ratio>\d+(?:\s?:\s?\d+)+)|[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d))",
+    rf"(?P<formula>{_DELIMITED})|(?<![A-Za-z\d_.)^:])(?:(?P<bare>{_BARE})|(?P<ratio>\d+(?:\s?:\s?\d+)+)|[-+]?(?:[$€£¥₹]\s*)?[-+]?(?:\d|\.\d))",
     re.DOTALL,
 )
 _SENTENCE_END: Final = re.compile(r"[.!?](?:\s|$)|\n")
 #: The beginning of another clause, such as an explanation.
 _CLAUSE: Final = re.compile(
-    r"[.;:](?=\s)|\(|,?\s+(?:which|so|because|since|as|for|that|where|with|when|by)\b|[,;]\s*(?=[^\x00-\x7f])"
+    r"[.;:](?=\s)|\(|,?\s+(?:which|so|because|since|as|for|that|where|with|when|by)\b|[,;]\s*(?=[^\x00-\x7f])|因为|因為|所以"
 )
 #: What follows a value within a sentence, and is not its result.
 _ASIDE: Final = re.compile(
-    r"(\d(?:[^\n.!?\d]|\.(?=\d))*),?\s(?:which|because|since|where|when|\w+ed (?:at|when)|as (?:in|shown)|by)\s"
-    r"(?:[^\n.!?]|\.(?=\d))*"
+    r"(\d(?:[^\n.!?\d]|\.(?=\d))*)(?:,?\s(?:which|because|since|where|when|\w+ed (?:at|when)|as (?:in|shown)|by)\s"
+    r"|,?\s*(?:因为|因為))(?:(?!所以|因此)[^\n.!?]|\.(?=\d))*"
 )
-_RETRACTED: Final = re.compile(rf"(?:\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b)", re.IGNORECASE)
+#: The exclamation mark behind a plain number that closes a sentence, or a formula, in which it is a factorial.
+_EXCLAIMED: Final = re.compile(
+    rf"({_DELIMITED})|(?<![A-Za-z\d_.*/+^)-])(-?\$?\d[\d,.]*)!+(?=\s*(?:\n|\Z)|\s+[A-Z])", re.DOTALL
+)
+#: What stands before a number that counts steps, equations and the like.
+_COUNTED: Final = re.compile(
+    r"(?i)(?:\b(?:step|equation|eq\.|eq|formula|line|part|case|figure|fig\.|table)s?\s*(?:\(?\d+\)?,?\s+(?:and|or|to)\s+)?\(?|第\s*)$"
+)
+#: What denies the number behind it, or offers another.
+_REFUSED: Final = re.compile(
+    r"(?i)(?:\b(?:or|not|nor|than)|n't)\s+(?:[a-z]+\s+)?$"
+    r"|(?:不是|不为|不等于|非|或者?是?|または|또는|分之|(?:[\d$}]|\d[^\W\d得达加升涨降])(?:到|至)|\d\s*[~〜])\s*(?:[a-z]\s*=\s*)?$"
+)
+_RETRACTED: Final = re.compile(
+    rf"(?:\b(?:{'|'.join(sorted(DOUBTS))})\b|n't\b|ではあり|[でじ][はゃ]な|아니|아닙|不是|或|または|또는|分之)",
+    re.IGNORECASE,
+)
 #: In the sentence of a value, or in a later one that names another.
 _TAKEN_BACK: Final = re.compile(
     rf"\A(?:(?![.!?](?:\s|$))[^\n])*?{_RETRACTED.pattern}|(?:{_RETRACTED.pattern})[^.!?\n]*\d", re.IGNORECASE
@@ -53,7 +74,7 @@ _CONTRAST: Final = re.compile(
 )
 _CONTINUED: Final = re.compile(
     r"\s*(?:[\^_]|~~|[*/]\s*[\d(\\]|\\[a-z]|(?![ahsmgl])[a-z]\b|and (?:a|one|two|three)\b"
-    rf"|-?(?:{'|'.join(sorted(VALUES))})\b)",
+    rf"|-?(?:{'|'.join(sorted(VALUES))})\b|{CHANGES.pattern})",
     re.IGNORECASE,
 )
 #: Between two values that are one answer, as in `x = 1 and x = 2` or `5 hours and 30 minutes`.
@@ -120,7 +141,9 @@ def _boxes(text: str) -> tuple[list[tuple[int, str]], int]:
 
 
 def _is_heading(line: str) -> bool:  # a formula may begin with letters, too
-    return bool(_HEADING.match(line)) and (line.upper() == "N/A" or _has_words(read_answer(line)))
+    if re.fullmatch(_BARE, line) or not _HEADING.match(line):
+        return False
+    return line.upper() == "N/A" or _has_words(read_answer(line))
 
 
 def _statement(text: str) -> str:
@@ -132,7 +155,7 @@ def _statement(text: str) -> str:
     if not formula and not _has_words(read_answer(text)):
         return text
     if not formula and not leading:
-        return _SENTENCE_END.split(text, maxsplit=1)[0]
+        return re.split(rf"{_SENTENCE_END.pattern}|,?\s*(?:因为|因為|所以)", text, maxsplit=1)[0]
     written, rest = (formula.group(), text[formula.end() :]) if formula else leading[1:] if leading else ("", text)
     clause = _CLAUSE.search(rest)
     if clause is None or unit_of(rest[: clause.start()]) is None or _TAKEN_BACK.search(rest):
@@ -150,6 +173,7 @@ def _is_numbers(answer: Answer) -> bool:
 
 def _stated(text: str, words: bool) -> str:
     """A value after the last `answer is`; else the last line, if it is numbers; else the last number or formula."""
+    text = _EXCLAIMED.sub(lambda match: match[1] or f"{match[2]}.", text)
     text = _ASIDE.sub(r"\1", _CONTRAST.sub("", slashed(respelled(re.sub(r"\*\*|__|`", "", text))))).strip()
     anchors = [anchor["answer"] for anchor in _ANCHOR.finditer(text)]
     if anchors and len(anchors[-1]) <= MAX_ANSWER:
@@ -165,13 +189,16 @@ def _last_value(text: str) -> str:
     values = list(_values(text))
     if not values:
         raise NoAnswer("there is no number in the text")
+    while len(values) > 1 and _COUNTED.search(text[: values[-1][0]][-60:]):
+        values.pop()
     begin, end, written = values.pop()
     is_number, all_of_it = not _MATH.fullmatch(written), written
     while values and (link := _JOINT.fullmatch(text[values[-1][1] : begin])) and not (link["or"] and is_number):
         begin, _, earlier = values.pop()
         all_of_it = f"{tidy(earlier)}, {tidy(all_of_it)}"
     sentence = _SENTENCE_END.split(text[end:], maxsplit=1)[0]
-    refused = is_number and re.search(r"(?i)(?:\b(?:or|not|nor|than)|n't)\s+(?:[a-z]+\s+)?$", text[:begin][-40:])
+    before = _REFUSED.search(text[:begin][-40:])
+    refused = before and (is_number or not before.group().isascii())
     if refused or _CONTINUED.match(sentence) or _RETRACTED.search(sentence):
         raise NoAnswer("the last number of the text is changed or retracted by the words around it")
     return all_of_it
@@ -182,7 +209,7 @@ def _values(text: str) -> Iterator[tuple[int, int, str]]:
     end = 0
     while (match := _VALUE.search(text, end)) is not None:
         begin, end, written = *match.span(), match.group()
-        if match["formula"] is None and match["ratio"] is None:
+        if match.lastgroup is None:
             leading = leading_number(text[begin:])
             written = leading[1] if leading else ""
             end = max(end, begin + len(written))

@@ -39,7 +39,7 @@ _REPLACED: Final = (
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?"), ""),
     (re.compile(rf"\\(?:{_DECLARED})(?![a-zA-Z])|\\!|\\#"), ""),
     (re.compile(r"\\(?:[hv]space|[hv]?phantom|color|textcolor|colorbox|tag)\*?\s*\{[^{}]*\}"), ""),
-    (re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad(?![a-zA-Z]))|(?<!~)~(?!~)"), " "),
+    (re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad(?![a-zA-Z]))|(?<!~)~(?!~|(?<=\d~)\d)"), " "),
     (re.compile(rf"\\({'|'.join(_OTHER_NAMES)})(?![a-zA-Z])"), lambda match: _OTHER_NAMES[match[1]]),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<=\d)_\{(\d+)\}"), r"_\1"),

@@ -30,8 +30,14 @@ DOUBTS: Final = _words(
 )
 #: Words that are not part of a unit; any other word may be.
 _NO_UNITS: Final = VALUES | DOUBTS | _words("and over under above below than roughly approximately about around almost")
-#: Parts of words in scripts without blanks that make another number, or another claim, of the one before.
-_OTHER_SCRIPTS: Final = re.compile("[十百千万萬亿億兆半多余餘或和至到不천만억]|分之|以上|以下")
+#: What makes another number, or another claim, of the one before: parts of words in other scripts, words in Latin ones.
+CHANGES: Final = re.compile(
+    r"[十百千万萬亿億兆半多余餘或和至到不천만억]|分之|以上|以下|ではあり|[でじ][はゃ]な|または|아니|아닙|또는"
+    r"|тысяч|тисяч|милли[оа]|мільй|дюжин|مليون|مليار|ألف|illions?\b|\b(?:m|b|tr)il{1,2}i?on(?!aire)[a-z]*"
+    r"|\b(?:mil{1,2}[iyj](?:ar|o)[eéns]*d?[a-z]*|mil(?:h[aoõ]\w*|le|les|a)|tausende?|hundert|duizend|tusen|cientos?|docenas?"
+    r"|douzaines?|dutzend|la[ck]hs?|lacs?|mio|mrd|mln|mld|bln|ribu|juta|elfu|nghìn|ngàn|triệu|tỷ|tỉ|trăm)\b",
+    re.IGNORECASE,
+)
 _FILLERS: Final = _words("of per a an the in each every total all altogether left more worth overall")
 #: A unit's canonical name, and its other names; plurals are made singular first.
 _SAME: Final = """degree deg; percent % pct percentage; dollar $ usd buck; euro € eur; pound £ gbp lb; yen ¥ jpy;
@@ -77,11 +83,11 @@ def unit_of(text: str) -> frozenset[str] | None:
 
 def _is_unit(match: re.Match[str]) -> bool:
     word = match["word"]
-    if not word.isascii():
-        return not _OTHER_SCRIPTS.search(word)
+    if CHANGES.search(word) or not word.isascii():
+        return not CHANGES.search(word)
     if len(word) <= 2:
         return _is_known(word) or bool(match["mark"] and word in "AKTH")  # else these are variables
-    return not {word.lower(), singular(word.lower())} & _NO_UNITS and not re.search("illions?$", word)
+    return not {word.lower(), singular(word.lower())} & _NO_UNITS
 
 
 def _is_known(word: str) -> bool:
