@@ -37,12 +37,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[s
         if jobs[0].label == "rollout 0":
             tokens.append(jobs[0].context.engines.supervisor.token)
             answers(folder)
-            show_no_secret(folder, tokens[0], KEY)
+            show_no_secret(folder, before, tokens[0], KEY)
         done = run_directly(jobs)
         if jobs[0].label == "rollout 0":
             commands.extend(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
         return done
 
+    before = set(psutil.Process().children(recursive=True))  # such as an S3 server of other tests
     with pytest.MonkeyPatch.context() as patch:
         for name in HIDDEN:
             patch.setenv(name, KEY)
@@ -50,11 +51,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[s
     return folder, tokens[0], commands
 
 
-def show_no_secret(folder: Path, *secrets: str) -> None:
+def show_no_secret(folder: Path, before: set[psutil.Process], *secrets: str) -> None:
     """Nothing that runs code of a user's, and no service, has a secret in the environment that /proc shows."""
     store = store_in(folder)
     services = [psutil.Process(ServiceRecord.parse(store.read(path)).pid) for path in listed(store, "r/services")]
-    verifiers = wait_until(lambda: psutil.Process().children(recursive=True), "the verifiers' process")
+    verifiers = wait_until(lambda: set(psutil.Process().children(recursive=True)) - before, "the verifiers' process")
     shown = {
         one.pid: Path(f"/proc/{one.pid}/environ").read_text()
         for started in [*services, *verifiers]
