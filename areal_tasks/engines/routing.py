@@ -76,7 +76,8 @@ def choose(servers: Iterable[Server], floor: int = 0, samples: int = 1, demand: 
 
     `demand`: samples in flight and waiting. None if there is no server that may generate, is known to hold version
     `floor` or a newer one and has room; or if none of these has less than its share, and another one is to have the
-    request: one without room at the moment, or that is `coming`.
+    request: one without room at the moment, or that is `coming`. A server without any request gets one whatever its
+    share, if there are enough: only its answers can tell that it is no longer slow.
     """
     counted = [one for one in servers if one.coming or _is_able(one, floor)]
     slowness = _slowness(counted)
@@ -85,7 +86,8 @@ def choose(servers: Iterable[Server], floor: int = 0, samples: int = 1, demand: 
     for place, (server, slow) in enumerate(order):
         has_room = _is_able(server, floor) and server.requests < server.slots
         fits = place == 0 or server.load + samples <= demand / slow / in_all
-        if has_room and (fits or (server.idle and demand > samples * len(order))):  # its next answers tell its speed
+        unheard = server.requests == 0 and demand > samples * len(order)
+        if has_room and (fits or unheard):
             return server
     return None
 

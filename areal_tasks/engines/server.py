@@ -115,10 +115,6 @@ class Server:
     _closed: bool = False
 
     @property
-    def idle(self) -> bool:
-        return self.requests == 0
-
-    @property
     def may_generate(self) -> bool:
         return self.healthy and (self.current or self.older) and not self.held
 

@@ -49,13 +49,7 @@ class Spares:
         with self._lock:
             if module in self._timers and module not in self._ready:
                 self._ready[module] = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "areal_tasks.launchers.spare",
-                        module,
-                    ],  # imports none of the current folder
+                    [sys.executable, *AS_SPARE, module],
                     env=without_secrets(os.environ) | {n: value for n, value in environment.items() if n in INHERITED},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
@@ -92,6 +86,8 @@ class Spares:
                 process.wait()
 
 
+#: Options of Python for a spare: with -P it imports nothing from the current folder, as the service would not.
+AS_SPARE: Final = ("-P", "-m", "areal_tasks.launchers.spare")
 #: What a process reads from its environment while it imports.
 INHERITED: Final = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM")
 

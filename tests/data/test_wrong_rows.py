@@ -101,7 +101,7 @@ def test_bytes_of_parquet_that_are_no_text_are_named(tmp_path: Path, encoded: bo
         check(tmp_path / "r.parquet")
 
 
-def test_ten_million_rows_of_parquet_are_checked_as_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_parquet_are_checked_as_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one by one: the rule for single rows is asked about few."""
     count = 200_000
     pq.write_table(pa.table({"question": ["q"] * count, "answer": pa.array(range(count))}), tmp_path / "r.parquet")
