@@ -65,7 +65,7 @@ def test_a_data_file_is_the_one_that_is_named(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{name}.jsonl")
         path.write_text(json.dumps({"question": "q", "answer": name}))
-        for source in (str(path), path.as_uri(), str(path).replace(name, "{split}")):
+        for source in (str(path), path.as_uri(), str(path.with_name("{split}.jsonl"))):
             assert load_rows(Data(source=source), name) == [Row(0, "q", name)]
 
 
