@@ -246,15 +246,16 @@ def test_servers_that_have_new_weights_one_after_the_other_get_equally_much(
 def test_what_one_server_did_while_the_other_could_not_moves_no_shares(slower: float, each: float, late: float) -> None:
     """On a GPU a step takes hardly longer for more samples: who had fewer seems slow by its tokens per second.
 
-    Where a step's time doubles with the samples (`each` of 2e-5), one batch may still be shared out 44:56.
+    Where it does take longer (`each` above some 1.2e-5), one batch is shared out 44:56 now and then.
     """
+    least = 0.45 if each <= 1e-5 else 0.4
     simulation = Simulation([Batching(4e-3 * slower, each * slower), Batching(4e-3, each)], 1000)
     work = batches(alike, 8, 64)
     for batch in work[:2]:
         simulation.batch(batch, [late, 0.0])
     for batch in work[2:]:
         simulation.batch(batch)
-        assert min(simulation.tokens) >= 0.4 * sum(simulation.tokens)
+        assert min(simulation.tokens) >= least * sum(simulation.tokens)
 
 
 @given(at=st.floats(0, 12), slots=st.sampled_from([8, 1000]), seed=st.integers(0, 100))
